@@ -30,9 +30,9 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.returns import gae
 from msrl_jax.report.bench import interleave
 from msrl_jax.report.provenance import commit
+from msrl_jax.returns import gae
 
 NUM_ENVS, UNROLL, UPDATES, HIDDEN = 8, 8, 8, 256
 DELAYS, WORKERS = (0.001, 0.003, 0.01), (2, 4)

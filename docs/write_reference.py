@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msrl_jax as msrl
 from msrl_jax._rooms import rooms
-from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import REQUIRED, arguments_of
+from msrl_jax.configs.fields import all_fields
 
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
@@ -30,8 +30,8 @@ API = {
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],
-    "msrl_jax.algorithms.returns": None,
-    "msrl_jax.algorithms.losses": None,
+    "msrl_jax.returns": None,
+    "msrl_jax.losses": None,
     "msrl_jax.data": None,
     **dict.fromkeys((f"msrl_jax.{room}" for room in rooms()), None),
 }  # fmt: skip

@@ -24,14 +24,14 @@ import msrl_jax as msrl
 from examples import twenty_questions as game
 from examples.twenty_questions import UTTERANCE, Dialogues, TwentyQuestions
 from msrl_jax import envs, replay
+from msrl_jax.agents.agent import split_keys
 from msrl_jax.algorithms import Agent, config, field, tunable
-from msrl_jax.algorithms.agent import split_keys
-from msrl_jax.algorithms.loops.replay import select
-from msrl_jax.algorithms.losses import clipped_surrogate_loss, value_loss
-from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
 from msrl_jax.fragments.counters import at_least
+from msrl_jax.loops.replay import select
+from msrl_jax.losses import clipped_surrogate_loss, value_loss
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.report import curves
+from msrl_jax.returns.advantages import gae, mean, standardize
 
 ENV = TwentyQuestions(turns=10)
 NAMES = {"archer": "ArCHer", "cloning": "filtered cloning", "ppo": "PPO of tokens"}

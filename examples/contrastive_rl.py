@@ -22,11 +22,15 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
+from msrl_jax.agents.action_spaces import check_bounded
+from msrl_jax.agents.agent import learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import for_each_network, make_optimizer
 from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tunable
-from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.envs.actions import action_transform, uniform_actions
+from msrl_jax.envs.goals import goals_of
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.replay import (
     Batch,
     Learner,
     OffPolicyState,
@@ -36,14 +40,10 @@ from msrl_jax.algorithms.loops.replay import (
     learn_from,
     state_axes,
 )
-from msrl_jax.algorithms.losses.entropy import soft_value, temperature_loss
-from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Network
-from msrl_jax.algorithms.networks.policies import linear_network, make_policy
-from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
-from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.goals import goals_of
-from msrl_jax.fragments.counters import at_least
+from msrl_jax.losses.entropy import soft_value, temperature_loss
+from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.layers import Network
+from msrl_jax.networks.policies import linear_network, make_policy
 from msrl_jax.replay import Transition
 from msrl_jax.report import curves
 

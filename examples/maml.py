@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import Agent, config, counted, field, tunable
-from msrl_jax.algorithms.losses import clipped_surrogate_loss
-from msrl_jax.algorithms.returns import lambda_return, standardize
 from msrl_jax.envs.base import is_on_host
+from msrl_jax.losses import clipped_surrogate_loss
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.report import curves
+from msrl_jax.returns import lambda_return, standardize
 
 GOALS = {"goal": envs.uniform([-0.5, -0.5], [0.5, 0.5])}
 STEPS, NEW_TASKS = 3_200_000, 200

@@ -6,12 +6,14 @@ from msrl_jax import elastic as elastic
 from msrl_jax import envs as envs
 from msrl_jax import fragments as fragments
 from msrl_jax import games as games
+from msrl_jax import losses as losses
 from msrl_jax import meta as meta
 from msrl_jax import nonfinite as nonfinite
 from msrl_jax import offline_evaluation as offline_evaluation
 from msrl_jax import policies as policies
 from msrl_jax import replay as replay
 from msrl_jax import report as report
+from msrl_jax import returns as returns
 from msrl_jax import run as run
 from msrl_jax import search as search
 from msrl_jax import tournament as tournament

@@ -19,11 +19,11 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
-from msrl_jax.algorithms.fields import tunable_fields
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Outcome
 from msrl_jax.cli.commands import COMMANDS
+from msrl_jax.configs.config import ALGORITHMS as REGISTRY
+from msrl_jax.configs.fields import tunable_fields
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
 from msrl_jax.run import Experiment, recipes
@@ -230,7 +230,7 @@ def test_the_table_names_the_algorithms():
 
 
 def test_returns_and_losses_are_named_and_documented_with_their_shapes():
-    modules = msrl.algorithms.returns, msrl.algorithms.losses
+    modules = msrl.returns, msrl.losses
     functions = {
         name: function
         for module in modules

@@ -10,7 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import _rooms
 from msrl_jax._rooms import Registry, added
-from msrl_jax.algorithms.config import ALGORITHMS, config, field
+from msrl_jax.configs.config import ALGORITHMS, config, field
 from msrl_jax.run import Experiment
 from msrl_jax.run.prepare import make_experiment
 from tests.support import processes

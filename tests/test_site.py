@@ -12,8 +12,8 @@ import nbformat
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.fields import all_fields
 from msrl_jax.cli.commands import COMMANDS
+from msrl_jax.configs.fields import all_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import optax
 
-from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     Codec,
     NetworkKind,
@@ -21,8 +22,12 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.offline import (
+from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.spaces import zeros
+from msrl_jax.fragments import fragment
+from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.offline import (
     OfflineState,
     check_given,
     draw,
@@ -31,13 +36,8 @@ from msrl_jax.algorithms.loops.offline import (
     read_data,
     state_axes,
 )
-from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
-from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.spaces import zeros
-from msrl_jax.fragments import fragment
+from msrl_jax.networks.distributions import check_policy_space, choose, has_scale
+from msrl_jax.networks.policies import log_likelihood, make_policy
 
 
 @config("bc", offline=True)

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete_or_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
+from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     Codec,
     NetworkKind,
@@ -27,8 +28,14 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.offline import (
+from msrl_jax.envs import Box, Discrete, Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.privileged import are_privileged
+from msrl_jax.envs.spaces import zeros
+from msrl_jax.fragments import fragment
+from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.offline import (
     OfflineState,
     check_given,
     draw,
@@ -37,18 +44,11 @@ from msrl_jax.algorithms.loops.offline import (
     read_data,
     state_axes,
 )
-from msrl_jax.algorithms.losses.entropy import soft_value, temperature_loss
-from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
-from msrl_jax.algorithms.networks.q_network import greedy_target, q_network
-from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
-from msrl_jax.envs import Box, Discrete, Environment
-from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.masks import only_legal
-from msrl_jax.envs.privileged import are_privileged
-from msrl_jax.envs.spaces import zeros
-from msrl_jax.fragments import fragment
+from msrl_jax.losses.entropy import soft_value, temperature_loss
+from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.layers import make_torso
+from msrl_jax.networks.policies import TanhNormal, make_critics, make_policy
+from msrl_jax.networks.q_network import greedy_target, q_network
 from msrl_jax.replay import NStep
 
 

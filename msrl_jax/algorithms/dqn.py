@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
     OptimizerKind,
@@ -24,31 +25,7 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.replay import (
-    Batch,
-    Learner,
-    OffPolicyState,
-    apply_if,
-    draw,
-    initial_state,
-    is_due,
-    learn_from,
-    move_target,
-    refreshed,
-    state_axes,
-)
-from msrl_jax.algorithms.losses.distributional import (
-    categorical_loss,
-    categorical_projection,
-    check_support,
-    quantile_huber_loss,
-    value_error,
-)
-from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.networks.q_network import epsilon_greedy, greedy_target, q_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import (
+from msrl_jax.configs.options import (
     C51,
     IQN,
     QR,
@@ -68,6 +45,29 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.loops.buffers import check_data, n_step_buffer
+from msrl_jax.loops.replay import (
+    Batch,
+    Learner,
+    OffPolicyState,
+    apply_if,
+    draw,
+    initial_state,
+    is_due,
+    learn_from,
+    move_target,
+    refreshed,
+    state_axes,
+)
+from msrl_jax.losses.distributional import (
+    categorical_loss,
+    categorical_projection,
+    check_support,
+    quantile_huber_loss,
+    value_error,
+)
+from msrl_jax.networks.layers import make_torso
+from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, q_network
 from msrl_jax.replay import NStep, Transition
 
 

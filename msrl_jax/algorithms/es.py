@@ -17,7 +17,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import (
+from msrl_jax.agents.agent import (
     Agent,
     Metrics,
     Progress,
@@ -26,15 +26,15 @@ from msrl_jax.algorithms.agent import (
     logical_axes,
     vectorize_with_statistics,
 )
-from msrl_jax.algorithms.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
-from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.networks.layers import make_torso
-from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
-from msrl_jax.algorithms.optimizers import make_optimizer
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.fragments import fragment
+from msrl_jax.kernels.networks import global_norm
+from msrl_jax.networks.layers import make_torso
+from msrl_jax.networks.policy_and_value import policy_and_value
 
 
 class ESState(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import (
+from msrl_jax.agents.agent import (
     Agent,
     Metrics,
     Progress,
@@ -24,7 +24,8 @@ from msrl_jax.algorithms.agent import (
     make_vector_env,
     split_keys,
 )
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -34,21 +35,20 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
-from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.algorithms.networks.layers import Carry, reset_carry
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.returns.advantages import mean, standardize
-from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs, are_privileged
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
+from msrl_jax.kernels.networks import global_norm
+from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
+from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
+from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
+from msrl_jax.networks.layers import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
+from msrl_jax.returns.advantages import mean, standardize
+from msrl_jax.returns.estimators import vtrace
 
 
 class IMPALAState(NamedTuple):

@@ -20,8 +20,9 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, split_keys
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, split_keys
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -34,22 +35,21 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.kernels.time import truncated_values
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.divergence import apply_gradients, no_divergence, update_divergence
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
-from msrl_jax.algorithms.loops.trajectory import next_values
-from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic, values
-from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.layers import Torso, head, reset_carry
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.returns.advantages import gae, standardize
-from msrl_jax.algorithms.returns.value_size import TargetScale, value_size
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
+from msrl_jax.kernels.networks import global_norm
+from msrl_jax.kernels.time import truncated_values
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.loops.divergence import apply_gradients, no_divergence, update_divergence
+from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
+from msrl_jax.loops.trajectory import next_values
+from msrl_jax.losses.policy_gradient import ppo_loss
+from msrl_jax.networks.actor_critic import ActorCritic, actor_critic, values
+from msrl_jax.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.networks.layers import Torso, head, reset_carry
+from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.returns.advantages import gae, standardize
+from msrl_jax.returns.value_size import TargetScale, value_size
 
 
 class Learner(NamedTuple):

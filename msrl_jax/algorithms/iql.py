@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete_or_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
+from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     Codec,
     NetworkKind,
@@ -27,9 +28,13 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.fields import option
-from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.offline import (
+from msrl_jax.configs.fields import option
+from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.spaces import zeros
+from msrl_jax.fragments import fragment
+from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.offline import (
     OfflineState,
     check_given,
     draw,
@@ -38,13 +43,8 @@ from msrl_jax.algorithms.loops.offline import (
     read_data,
     state_axes,
 )
-from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
-from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.spaces import zeros
-from msrl_jax.fragments import fragment
+from msrl_jax.networks.distributions import Categorical, choose
+from msrl_jax.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
 
 
 @option

@@ -23,9 +23,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete_or_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
     OptimizerKind,
@@ -35,9 +36,16 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import agents_buffer
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.options import Replay
+from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
+from msrl_jax.envs.actions import uniform_actions
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.spaces import zeros
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.loops.buffers import agents_buffer
+from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
     apply_if,
@@ -47,19 +55,11 @@ from msrl_jax.algorithms.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.algorithms.losses.policy_gradient import value_loss
-from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.policies import linear_network, make_actor
-from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
-from msrl_jax.algorithms.options import Replay
-from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
-from msrl_jax.envs.actions import uniform_actions
-from msrl_jax.envs.masks import only_legal
-from msrl_jax.envs.spaces import zeros
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import at_least
+from msrl_jax.losses.policy_gradient import value_loss
+from msrl_jax.networks.distributions import Categorical, choose
+from msrl_jax.networks.policies import linear_network, make_actor
 from msrl_jax.replay import Transition
+from msrl_jax.returns.advantages import mean
 
 
 @config("maddpg", many_agents=True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import (
     Agent,
     Metrics,
     Progress,
@@ -24,7 +24,8 @@ from msrl_jax.algorithms.agent import (
     split_keys,
     steps_before,
 )
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -35,20 +36,19 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.kernels.networks import global_norm
-from msrl_jax.algorithms.kernels.time import truncated_values
-from msrl_jax.algorithms.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
-from msrl_jax.algorithms.loops.trajectory import next_values
-from msrl_jax.algorithms.networks.layers import Carry, first_steps, reset_carry
-from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import Annealed, PerEnv
-from msrl_jax.algorithms.returns.advantages import gae, mean
+from msrl_jax.configs.options import Annealed, PerEnv
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
+from msrl_jax.kernels.networks import global_norm
+from msrl_jax.kernels.time import truncated_values
+from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
+from msrl_jax.loops.trajectory import next_values
+from msrl_jax.networks.layers import Carry, first_steps, reset_carry
+from msrl_jax.networks.q_network import epsilon_greedy, value_heads
+from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.returns.advantages import gae, mean
 
 
 class PQNState(NamedTuple):

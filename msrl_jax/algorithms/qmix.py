@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -30,10 +31,16 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.loops.recurrence import replay_values, successors
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.options import Annealed, PerEnv, Replay
+from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import advance
+from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.loops.buffers import sequence_buffer
+from msrl_jax.loops.recurrence import replay_values, successors
+from msrl_jax.loops.replay import (
     Batch,
     Learner,
     OffPolicyState,
@@ -46,17 +53,10 @@ from msrl_jax.algorithms.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.algorithms.networks.layers import Carry, Network, dense, reset_carry
-from msrl_jax.algorithms.networks.q_network import epsilon_greedy, value_heads
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import Annealed, PerEnv, Replay
-from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
-from msrl_jax.envs.masks import only_legal
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance
-from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.losses.sequences import sequence_loss, sequence_target
+from msrl_jax.networks.layers import Carry, Network, dense, reset_carry
+from msrl_jax.networks.q_network import epsilon_greedy, value_heads
+from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.replay import Transition
 
 

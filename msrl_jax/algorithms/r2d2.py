@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -27,9 +28,16 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import replay_buffer
-from msrl_jax.algorithms.loops.recurrence import replay_values, successors
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.options import Annealed, PerEnv, Prioritized, Replay
+from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import advance
+from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.loops.buffers import replay_buffer
+from msrl_jax.loops.recurrence import replay_values, successors
+from msrl_jax.loops.replay import (
     Batch,
     Learner,
     OffPolicyState,
@@ -42,18 +50,10 @@ from msrl_jax.algorithms.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.algorithms.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.algorithms.networks.layers import Carry, reset_carry
-from msrl_jax.algorithms.networks.q_network import epsilon_greedy, greedy_target, value_heads
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import Annealed, PerEnv, Prioritized, Replay
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.masks import only_legal
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance
-from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.losses.sequences import sequence_loss, sequence_target
+from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, value_heads
+from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.replay import Transition
 
 

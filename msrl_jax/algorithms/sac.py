@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete_or_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -25,10 +26,17 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import check_data, replay_buffer
-from msrl_jax.algorithms.loops.normalized import no_statistics, observed, see, seen_space
-from msrl_jax.algorithms.loops.recurrence import check_core, initial_carry, single_steps, step_cores, window_error, with_core
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.options import C51, TQC, Expected, Hindsight, Replay
+from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
+from msrl_jax.envs.masks import mask_of
+from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.loops.buffers import check_data, replay_buffer
+from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.loops.recurrence import check_core, initial_carry, single_steps, step_cores, window_error, with_core
+from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
     apply_if,
@@ -38,21 +46,13 @@ from msrl_jax.algorithms.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.algorithms.losses.critics import prediction_of
-from msrl_jax.algorithms.losses.distributional import check_support
-from msrl_jax.algorithms.losses.entropy import expected_soft_value, soft_value, temperature_loss
-from msrl_jax.algorithms.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
-from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.layers import reset_carry
-from msrl_jax.algorithms.networks.policies import make_critics, make_policy
-from msrl_jax.algorithms.optimizers import for_each_network, make_optimizer
-from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
-from msrl_jax.envs import Discrete, Environment
-from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.masks import mask_of
-from msrl_jax.envs.privileged import actor_obs
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import at_least
+from msrl_jax.losses.critics import prediction_of
+from msrl_jax.losses.distributional import check_support
+from msrl_jax.losses.entropy import expected_soft_value, soft_value, temperature_loss
+from msrl_jax.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
+from msrl_jax.networks.distributions import Categorical, choose
+from msrl_jax.networks.layers import reset_carry
+from msrl_jax.networks.policies import make_critics, make_policy
 from msrl_jax.replay import Transition
 
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.action_spaces import check_bounded
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_bounded
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     CoreKind,
     NetworkKind,
@@ -26,10 +27,16 @@ from msrl_jax.algorithms.config import (
     tunable,
     variant,
 )
-from msrl_jax.algorithms.fields import is_constant
-from msrl_jax.algorithms.loops.buffers import check_data, replay_buffer
-from msrl_jax.algorithms.loops.normalized import no_statistics, observed, see, seen_space
-from msrl_jax.algorithms.loops.recurrence import (
+from msrl_jax.configs.fields import is_constant
+from msrl_jax.configs.options import C51, TQC, Expected, Hindsight, Replay
+from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform, uniform_actions
+from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.loops.buffers import check_data, replay_buffer
+from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.loops.recurrence import (
     check_core,
     first_critic,
     initial_carry,
@@ -38,7 +45,7 @@ from msrl_jax.algorithms.loops.recurrence import (
     window_error,
     with_core,
 )
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
     apply_if,
@@ -49,17 +56,10 @@ from msrl_jax.algorithms.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.algorithms.losses.critics import prediction_of
-from msrl_jax.algorithms.losses.distributional import check_support
-from msrl_jax.algorithms.networks.layers import reset_carry
-from msrl_jax.algorithms.networks.policies import make_actor, make_critics
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import C51, TQC, Expected, Hindsight, Replay
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.privileged import actor_obs
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import at_least
+from msrl_jax.losses.critics import prediction_of
+from msrl_jax.losses.distributional import check_support
+from msrl_jax.networks.layers import reset_carry
+from msrl_jax.networks.policies import make_actor, make_critics
 from msrl_jax.replay import Transition
 
 

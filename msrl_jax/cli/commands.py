@@ -424,7 +424,7 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
     return True
 
 
-@command("msrl_jax.algorithms.copying:copy")
+@command("msrl_jax.registry.copying:copy")
 def copy(asked: dict[str, Any]) -> Outcome:
     """Copy the file of an algorithm under a new name, so that you can change it; train it with `--algo FILE`."""
     from msrl_jax import algorithms

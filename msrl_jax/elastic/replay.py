@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.agents.agent import innermost
 from msrl_jax.elastic.packing import Packing
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.unroll_log import FILE, read_log

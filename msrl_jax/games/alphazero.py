@@ -24,9 +24,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     Codec,
     NetworkKind,
@@ -37,8 +38,16 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.fields import option
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.fields import option
+from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
+from msrl_jax.envs.base import output_shapes
+from msrl_jax.envs.masks import sample_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.fragments.runtime.memory import tree_bytes
+from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
+from msrl_jax.games.turn_based import check_turns, of_player, player_observation, turn_actions, vectorize_turns
+from msrl_jax.loops.replay import (
     Batch,
     Learner,
     OffPolicyState,
@@ -49,20 +58,11 @@ from msrl_jax.algorithms.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
-from msrl_jax.algorithms.networks.policy_and_value import policy_and_value
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.returns import lambda_return
-from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
-from msrl_jax.envs.base import output_shapes
-from msrl_jax.envs.masks import sample_legal
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.fragments.runtime.memory import tree_bytes
-from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
-from msrl_jax.games.turn_based import check_turns, of_player, player_observation, turn_actions, vectorize_turns
+from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.layers import flatten, make_torso, unflatten
+from msrl_jax.networks.policy_and_value import policy_and_value
 from msrl_jax.replay.buffers import storage_of
+from msrl_jax.returns import lambda_return
 
 
 class Example(NamedTuple):

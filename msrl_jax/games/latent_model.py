@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import CustomNetworks, Torso, dense
 from msrl_jax.envs import Box, Discrete
+from msrl_jax.networks.layers import CustomNetworks, Torso, dense
 
 
 class _Model(nn.Module):

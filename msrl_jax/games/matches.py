@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import envs
-from msrl_jax.algorithms import schedules, words
+from msrl_jax.agents import schedules
 from msrl_jax.envs import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
@@ -20,6 +20,7 @@ from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.games.turn_based import draws, turn_actions
+from msrl_jax.registry import resolve
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS
 from msrl_jax.run.result import Result
 
@@ -231,7 +232,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
         raise ValueError(f"an agent of {name!r} does not search; pass its result directly to a match, or evaluate it")
     config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
     at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
-    search = words.with_numbers_of(words.objects(config), at_the_end).search(result.behavior.env)
+    search = resolve.with_numbers_of(resolve.objects(config), at_the_end).search(result.behavior.env)
 
     def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return search(params, keys, states, obs)[0]

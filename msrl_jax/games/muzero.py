@@ -24,9 +24,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from msrl_jax.algorithms.action_spaces import check_discrete
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.action_spaces import check_discrete
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
     OptimizerKind,
@@ -36,8 +37,19 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.loops.buffers import window_buffer
-from msrl_jax.algorithms.loops.replay import (
+from msrl_jax.configs.options import Replay
+from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.masks import mask_of, observation_type, only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import advance, at_least
+from msrl_jax.fragments.progress import parameter_version
+from msrl_jax.games.latent_model import LatentModel, latent_model
+from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
+from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
+from msrl_jax.loops.buffers import window_buffer
+from msrl_jax.loops.replay import (
     Batch,
     Learner,
     OffPolicyState,
@@ -50,24 +62,12 @@ from msrl_jax.algorithms.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.algorithms.losses.sequences import rescale, unrescale
-from msrl_jax.algorithms.networks.distributions import Categorical, choose
-from msrl_jax.algorithms.networks.layers import Carry, make_torso
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.options import Replay
-from msrl_jax.algorithms.returns import n_step_return
-from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
-from msrl_jax.envs.base import is_on_host
-from msrl_jax.envs.masks import mask_of, observation_type, only_legal
-from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import advance, at_least
-from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.games.latent_model import LatentModel, latent_model
-from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
-from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
+from msrl_jax.losses.sequences import rescale, unrescale
+from msrl_jax.networks.distributions import Categorical, choose
+from msrl_jax.networks.layers import Carry, make_torso
 from msrl_jax.replay import Replay as Buffer
 from msrl_jax.replay import Transition
+from msrl_jax.returns import n_step_return
 
 
 class Choice(NamedTuple):

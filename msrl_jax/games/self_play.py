@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, split_keys
-from msrl_jax.algorithms.config import (
+from msrl_jax.agents.agent import Agent, Metrics, Progress, logical_axes, split_keys
+from msrl_jax.algorithms.ippo import IPPO
+from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
     Normalization,
@@ -36,15 +37,14 @@ from msrl_jax.algorithms.config import (
     field,
     tunable,
 )
-from msrl_jax.algorithms.fields import is_constant
-from msrl_jax.algorithms.ippo import IPPO
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.minibatches import check_minibatches
-from msrl_jax.algorithms.replacing import with_traced
+from msrl_jax.configs.fields import is_constant
+from msrl_jax.configs.replacing import with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
+from msrl_jax.loops.minibatches import check_minibatches
 
 _ROUNDS = 2048
 """Number of rounds of the replicator dynamics."""

@@ -20,11 +20,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import policies
-from msrl_jax.algorithms.action_spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.agent import logical_axes, split_keys
-from msrl_jax.algorithms.config import Activation, NetworkKind, field
-from msrl_jax.algorithms.fields import check_fields
-from msrl_jax.algorithms.networks.policies import make_critics, taken_value
+from msrl_jax.agents.action_spaces import check_discrete_or_bounded
+from msrl_jax.agents.agent import logical_axes, split_keys
+from msrl_jax.configs.config import Activation, NetworkKind, field
+from msrl_jax.configs.fields import check_fields
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents
@@ -35,6 +34,7 @@ from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.networks.policies import make_critics, taken_value
 from msrl_jax.run.result import Result
 
 _UPDATES = 100  # maximum number of updates per iteration

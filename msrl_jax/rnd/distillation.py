@@ -17,18 +17,18 @@ import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, learning_rate_at
-from msrl_jax.algorithms.loops.minibatches import shuffle
-from msrl_jax.algorithms.loops.trajectory import Trajectory
-from msrl_jax.algorithms.losses.policy_gradient import value_loss
-from msrl_jax.algorithms.networks.layers import dense, flatten, make_torso, unflatten
-from msrl_jax.algorithms.optimizers import make_optimizer
-from msrl_jax.algorithms.returns.advantages import gae, mean
-from msrl_jax.algorithms.transformations import wrapped
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
+from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.transformations import wrapped
 from msrl_jax.envs import VectorEnvironment, running, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments import fragment
+from msrl_jax.loops.minibatches import shuffle
+from msrl_jax.loops.trajectory import Trajectory
+from msrl_jax.losses.policy_gradient import value_loss
+from msrl_jax.networks.layers import dense, flatten, make_torso, unflatten
+from msrl_jax.returns.advantages import gae, mean
 
 DISCOUNT, LAMBDA = 0.99, 0.95
 """Discount factor per step and lambda of intrinsic returns and advantages."""

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from msrl_jax.agents.agent import Agent
 from msrl_jax.algorithms.a2c import A2C
-from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Tunable, config, tunable
 from msrl_jax.algorithms.impala import IMPALA
 from msrl_jax.algorithms.ppo import PPO
-from msrl_jax.algorithms.replacing import with_traced
+from msrl_jax.configs.config import Tunable, config, tunable
+from msrl_jax.configs.replacing import with_traced
 from msrl_jax.envs import Environment
 from msrl_jax.rnd.distillation import exploring
 

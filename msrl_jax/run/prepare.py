@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
-from msrl_jax.algorithms import code_names
-from msrl_jax.algorithms.fields import all_fields, tunable_fields, value_of
+from msrl_jax.configs.fields import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
+from msrl_jax.registry import code_names
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.experiment.pbt import GivenPBT, read

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.replacing import with_values
+from msrl_jax.agents.agent import innermost
+from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.params import GivenParams

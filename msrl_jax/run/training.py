@@ -15,7 +15,7 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax._compat import is_tracing
-from msrl_jax.algorithms.replay_ratio import replay_ratio
+from msrl_jax.agents.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators, is_on_host
 from msrl_jax.envs.images import unseen_images

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms import files
 from msrl_jax.envs import Environment
 from msrl_jax.envs.param_distributions import Distribution
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.terminal import table
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.registry import files
 from msrl_jax.run.disk import folder
 from msrl_jax.run.evaluation.history import decimals, value_in_words
 from msrl_jax.run.experiment.trust import algorithm_of, code_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.losses.distributional import categorical_loss, categorical_projection, quantile_huber_loss
-from msrl_jax.algorithms.networks.q_network import greedy_target
+from msrl_jax.losses.distributional import categorical_loss, categorical_projection, quantile_huber_loss
+from msrl_jax.networks.q_network import greedy_target
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
 
 project = jax.jit(lambda p, r, d: categorical_projection(p, r + d * jnp.linspace(V_MIN, V_MAX, N), V_MIN, V_MAX))

@@ -6,8 +6,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms.fields import all_fields
-from msrl_jax.algorithms.networks.cores import named_core
+from msrl_jax.configs.fields import all_fields
+from msrl_jax.networks.cores import named_core
 from tests.support.agents import make_counted
 from tests.support.keys import key_uses, reused_keys
 from tests.support.many_agents import Homes

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.distributions import Categorical
-from msrl_jax.algorithms.networks.modules import as_network
-from msrl_jax.algorithms.registry import check_env
-from msrl_jax.algorithms.returns import standardize
+from msrl_jax.losses.policy_gradient import ppo_loss
+from msrl_jax.networks.distributions import Categorical
+from msrl_jax.networks.modules import as_network
+from msrl_jax.registry.lookup import check_env
+from msrl_jax.returns import standardize
 from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes

@@ -10,9 +10,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.algorithms.losses.entropy import expected_soft_value
-from msrl_jax.algorithms.networks.q_network import greedy_target
 from msrl_jax.envs.masks import only_legal
+from msrl_jax.losses.entropy import expected_soft_value
+from msrl_jax.networks.q_network import greedy_target
 from msrl_jax.nonfinite.failure import Failure
 from msrl_jax.nonfinite.origin import find_origin
 from msrl_jax.run import DivergedError

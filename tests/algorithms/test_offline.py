@@ -11,8 +11,8 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, data, replay
 from msrl_jax.algorithms import IQL, Progress, counted
 from msrl_jax.algorithms.iql import Exponential, OfPolicy
-from msrl_jax.algorithms.loops.offline import learn_from
 from msrl_jax.fragments.counters import counter, to_float
+from msrl_jax.loops.offline import learn_from
 from tests.support.off_policy import (
     adam,
     assert_close,

@@ -13,9 +13,9 @@ from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
+from msrl_jax.agents.agent import innermost
+from msrl_jax.agents.transformations import Counted
 from msrl_jax.algorithms import counted
-from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.fragments.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 from tests.support.agents import still

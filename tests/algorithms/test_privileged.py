@@ -10,13 +10,13 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
+from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import Replay, build, counted, get
-from msrl_jax.algorithms.agent import innermost
-from msrl_jax.algorithms.networks.layers import CustomNetworks
-from msrl_jax.algorithms.networks.modules import as_network
-from msrl_jax.algorithms.registry import check_env
 from msrl_jax.fragments.metrics import Mean
+from msrl_jax.networks.layers import CustomNetworks
+from msrl_jax.networks.modules import as_network
 from msrl_jax.policies import Layout, Placement
+from msrl_jax.registry.lookup import check_env
 from tests.support.modules import FORMS, Head
 from tests.support.privileged import Seen, Unseen, cartpole, pendulum
 from tests.support.small_runs import PARTICULAR, SMALL

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.losses.sequences import rescale, sequence_priority, unrescale
-from msrl_jax.algorithms.networks.q_network import value_heads
-from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.words import objects
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
+from msrl_jax.loops.buffers import sequence_buffer
+from msrl_jax.losses.sequences import rescale, sequence_priority, unrescale
+from msrl_jax.networks.q_network import value_heads
+from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.registry.resolve import objects
 from tests.support.off_policy import adam, assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.losses.entropy import expected_soft_value, soft_value, temperature_loss
+from msrl_jax.losses.entropy import expected_soft_value, soft_value, temperature_loss
 
 NUMBERS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).normal(size=(3, 5, 4)).astype(np.float32) * 3)
 TEMPERATURES = st.floats(0.0, 10.0, width=32)

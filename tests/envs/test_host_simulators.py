@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.action_spaces import check_bounded
+from msrl_jax.agents.action_spaces import check_bounded
 from msrl_jax.envs import GymnasiumEnvironment, host_simulators
 from msrl_jax.envs.actions import action_transform
 from tests.support import processes

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.registry import check_env
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games import AlphaZero, match, with_search
 from msrl_jax.games.alphazero import Move, Outcome, Positions, position_worth, searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.tree_search import cross_entropy
+from msrl_jax.registry.lookup import check_env
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.runs import assert_same_state

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Box, Discrete, MaskedObservation
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type, unmasked
@@ -17,6 +16,7 @@ from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
 from msrl_jax.games.turn_based import player_observation, vectorize_turns
+from msrl_jax.networks.layers import make_torso
 from msrl_jax.replay import Transition
 from tests.support.agents import make_counted, make_still
 from tests.support.off_policy import adam, assert_close, counting, start, wide

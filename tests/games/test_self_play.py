@@ -8,12 +8,12 @@ from scipy.optimize import linprog
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import MAPPO, Progress
-from msrl_jax.algorithms.loops.agents import Experience, Now
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments.counters import counter
 from msrl_jax.games import SelfPlay
 from msrl_jax.games.self_play import draw, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.games.small_games import KuhnPoker, RockPaperScissors
+from msrl_jax.loops.agents import Experience, Now
 from tests.support.agents import make_still, still
 from tests.support.runs import assert_same_state
 

@@ -9,10 +9,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.algorithms import Progress
-from msrl_jax.algorithms.loops.trajectory import Trajectory, estimate
-from msrl_jax.algorithms.optimizers import make_optimizer
 from msrl_jax.fragments.counters import counter
+from msrl_jax.loops.trajectory import Trajectory, estimate
 from msrl_jax.rnd import A2CRND, IMPALARND
 from msrl_jax.rnd.distillation import random_network_distillation
 from tests.support.random_walk import RandomWalk

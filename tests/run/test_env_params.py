@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from msrl_jax.algorithms.transformations import counted
+from msrl_jax.agents.transformations import counted
 from msrl_jax.envs.params import changed, find_source
 from msrl_jax.run import Result
 from msrl_jax.run.experiment.plain_data import RunFolderError

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.agents.agent import innermost
 from msrl_jax.run import Result
 from msrl_jax.run.experiment.agent_transforms import with_numbers
 from msrl_jax.run.prepare import make_experiment

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.replay_ratio import replay_ratio
+from msrl_jax.agents.replay_ratio import replay_ratio
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search.space import rung_steps
 from tests.support.many_agents import Homes

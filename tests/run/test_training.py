@@ -11,7 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
-from msrl_jax.algorithms.transformations import counted
+from msrl_jax.agents.transformations import counted
 from msrl_jax.fragments.counters import to_int
 from msrl_jax.run import Experiment, Result, StopReason, Tick
 from msrl_jax.run.loop.callbacks import _answer

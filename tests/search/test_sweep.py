@@ -13,8 +13,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
+from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.run import Experiment, RunFolderError, capacity

@@ -4,7 +4,7 @@ import dataclasses
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import Progress, counted
-from msrl_jax.algorithms.replacing import with_values
+from msrl_jax.configs.replacing import with_values
 from msrl_jax.fragments.counters import counter
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.networks.distributions import Categorical
 from tests.support.ppo import plain_value_size
 from tests.support.recurrent import plain_core
 

@@ -15,12 +15,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from msrl_jax.algorithms import schedules, words
-from msrl_jax.algorithms.fields import is_deferred, tunable_fields, value_of
+from msrl_jax.agents import schedules
+from msrl_jax.configs.fields import is_deferred, tunable_fields, value_of
 from msrl_jax.data.experience import attached, detached, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.registry import resolve
 from msrl_jax.run import processes
 from msrl_jax.run.disk import checkpoint, folder
 from msrl_jax.run.disk.checkpoint import Checkpoint, CheckpointError
@@ -198,7 +199,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # a field of the config, or of one of several teams
-    fixed = is_deferred(rate) or words.is_own(getattr(config, "optimizer", "adam"))
+    fixed = is_deferred(rate) or resolve.is_own(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     beta = "replay.priorities.beta"
     rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in own

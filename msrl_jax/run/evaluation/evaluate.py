@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import Tracer
-from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
-from msrl_jax.algorithms.fields import value_of
-from msrl_jax.algorithms.replacing import with_traced
-from msrl_jax.algorithms.transformations import BRANCHES, Scheduled
+from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.agents.transformations import BRANCHES, Scheduled
+from msrl_jax.configs.fields import value_of
+from msrl_jax.configs.replacing import with_traced
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.random_keys import is_key, key_for

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.algorithms.fields import is_object, is_option, text
+from msrl_jax.configs.fields import is_object, is_option, text
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.naming import reference
 

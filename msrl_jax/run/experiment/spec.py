@@ -10,12 +10,10 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax.algorithms import code_names, files, words
-from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.algorithms.fields import is_deferred, is_object, tunable_fields
-from msrl_jax.algorithms.registry import check_env
-from msrl_jax.algorithms.replay_ratio import check_learns
-from msrl_jax.algorithms.transformations import counted
+from msrl_jax.agents.agent import Agent, innermost
+from msrl_jax.agents.replay_ratio import check_learns
+from msrl_jax.agents.transformations import counted
+from msrl_jax.configs.fields import is_deferred, is_object, tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
@@ -30,6 +28,8 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import check_seed, shown, suggestion, whole
 from msrl_jax.fragments.support.naming import TrustError, check_trust
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.registry import code_names, files, resolve
+from msrl_jax.registry.lookup import check_env
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
@@ -76,7 +76,7 @@ class Experiment:
         if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
             raise TypeError(f"Experiment.algorithm={shown(self.algorithm)}: give a config, such as PPO(learning_rate=3e-4)")
         algorithms.get(type(self.algorithm))
-        words.check(self.algorithm)
+        resolve.check(self.algorithm)
         if not isinstance(self.env, str):
             check_made(self.env)
         if self.pbt is not None and not isinstance(self.pbt, PBT):
@@ -85,7 +85,7 @@ class Experiment:
             known = get_args(GuardPolicy)
             raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
         rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
-        if self.guard == "rollback" and (is_deferred(rate) or words.is_own(optimizer)):
+        if self.guard == "rollback" and (is_deferred(rate) or resolve.is_own(optimizer)):
             raise ValueError(
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'
@@ -174,7 +174,7 @@ class Experiment:
 
     def _of_one(self, env: Any, *, skips: bool) -> Agent:
         def build(config: Any) -> Agent:
-            agent = numbers_only(words.build(config, env), self.name)
+            agent = numbers_only(resolve.build(config, env), self.name)
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)

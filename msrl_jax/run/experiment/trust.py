@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from msrl_jax import algorithms, envs, policies
-from msrl_jax.algorithms import code_names, files
+from msrl_jax.registry import code_names, files
 
 KINDS: Mapping[str, Callable[[str], bool]] = {
     "env": envs.is_own, "algo": code_names.is_own, "algorithm": code_names.is_own, "policy": policies.is_own,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.agents.agent import innermost
 from msrl_jax.data.check_spaces import bytes_per_step
 from msrl_jax.data.experience import ExperienceWriter, detached
 from msrl_jax.data.formats import check_new

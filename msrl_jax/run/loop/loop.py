@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.agents.agent import innermost
 from msrl_jax.data.experience import without_experience
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax.algorithms.agent import Agent, innermost, with_innermost
+from msrl_jax.agents.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 from msrl_jax.fragments.runtime.transfer import read

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms.agent import innermost
+from msrl_jax.agents.agent import innermost
 from msrl_jax.envs import Box, Discrete, TimeStep
 from msrl_jax.envs.base import WithoutStatistics
 from msrl_jax.fragments.counters import to_int

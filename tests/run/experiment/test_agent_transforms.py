@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, innermost
-from msrl_jax.algorithms.transformations import counted, wrapped
+from msrl_jax.agents.agent import Agent, innermost
+from msrl_jax.agents.transformations import counted, wrapped
 from msrl_jax.run.experiment.agent_transforms import learned, skip_nonfinite, with_learned
 
 

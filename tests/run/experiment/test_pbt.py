@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, innermost
+from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.plan.hlo import COLLECTIVES, module_of
 from msrl_jax.policies import Layout, Placement

@@ -12,13 +12,14 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs, policies
-from msrl_jax.algorithms import code_names
-from msrl_jax.algorithms.networks.cores import as_core
-from msrl_jax.algorithms.networks.modules import as_network
-from msrl_jax.algorithms.schedules import read as read_schedule
+from msrl_jax.agents.schedules import read as read_schedule
 from msrl_jax.cli import main
+from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.naming import TrustError
+from msrl_jax.networks.cores import as_core
+from msrl_jax.networks.modules import as_network
+from msrl_jax.registry import code_names, resolve
 from msrl_jax.run import Experiment, Result
 from msrl_jax.run.disk import checkpoint, folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
@@ -207,8 +208,10 @@ def test_processes_that_this_one_starts_import_nothing_from_the_working_director
     start = "from msrl_jax.cli.launch import launch; raise SystemExit(launch(['--version'], 1))"
     subprocess.run([sys.executable, "-P", "-c", start], env=os.environ | {"PYTHONPATH": naming.paths()}, check=True)
     for env in ("gymnasium:CartPole-v1", "mine:make"):  # that the user names the second lets workers find its module
-        _, obs = envs.make(env).vectorize(1).reset(jax.random.key(0))
+        made = envs.make(env).vectorize(1)
+        _, obs = made.reset(jax.random.key(0))
         assert np.isfinite(obs).all()
+        close_simulators(made)
     assert not (tmp_path / "MARK").exists()
 
 
@@ -255,14 +258,14 @@ def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
 
 def test_no_kind_of_name_reaches_the_standard_library():
     def optimizer(name):
-        return algorithms.words.objects(algorithms.PPO(optimizer=name))
+        return resolve.objects(algorithms.PPO(optimizer=name))
 
-    for resolve in (envs.make, policies.get, algorithms.get, as_network, as_core, read_schedule, optimizer):
+    for read in (envs.make, policies.get, algorithms.get, as_network, as_core, read_schedule, optimizer):
         for path in ("os:system", "os.path:join", "builtins:exec", "subprocess:Popen"):
             with pytest.raises(ValueError, match="is in Python's standard library"):
-                resolve(path)
+                read(path)
         with pytest.raises(ValueError):
-            resolve("..os:system")
+            read("..os:system")
     for path in ("os :system", "os:system()", ".os:system", "os:", ":system", "a b:c"):
         assert not naming.is_path(path)
 

@@ -1,8 +1,0 @@
-"""Returns and advantages over time-major arrays `[T, ...]`, for custom algorithms."""
-
-from msrl_jax.algorithms.returns.advantages import gae as gae
-from msrl_jax.algorithms.returns.advantages import standardize as standardize
-from msrl_jax.algorithms.returns.estimators import lambda_return as lambda_return
-from msrl_jax.algorithms.returns.estimators import n_step_return as n_step_return
-from msrl_jax.algorithms.returns.estimators import retrace as retrace
-from msrl_jax.algorithms.returns.estimators import vtrace as vtrace

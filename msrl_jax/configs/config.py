@@ -1,0 +1,128 @@
+"""Configs: a config is the algorithm, a frozen class whose fields have bounds and a line of documentation.
+
+A config is a pytree. Its leaves are the fields made with `tunable`, which change neither shapes nor branches of the program, so
+each population member of one program may have its own values. A field with alternatives is a union of classes made with
+`option`, each with the numbers that it needs. A field of an option has a dotted name, such as `exploration.base`.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, dataclass_transform
+
+from msrl_jax import _rooms
+from msrl_jax.configs import fields
+from msrl_jax.configs.fields import Codec as Codec
+from msrl_jax.configs.fields import Tunable as Tunable
+from msrl_jax.configs.fields import TunableOrNone as TunableOrNone
+from msrl_jax.configs.fields import all_fields, is_deferred, value_of
+from msrl_jax.configs.fields import field as field
+from msrl_jax.configs.fields import tunable as tunable
+from msrl_jax.envs.privileged import with_privileged
+from msrl_jax.fragments.support.tracebacks import entry
+
+Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
+NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or its MODULE:NAME
+CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or its MODULE:NAME
+# also NAME:parameter=value,...; or an optax.GradientTransformation, or its MODULE:NAME
+OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
+Normalization = Literal["minibatch", "batch", "none"]
+
+T = TypeVar("T")
+
+
+ALGORITHMS: _rooms.Registry[type] = _rooms.Registry("algorithms")
+"""The configs of all algorithms, by name; those of optional rooms are imported when they are looked up."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
+def config(
+    name: str,
+    *,
+    many_agents: bool | None = False,
+    offline: bool = False,
+    privileged: bool = False,
+) -> Callable[[type[T]], type[T]]:
+    """Makes a class the config of an algorithm, and registers the algorithm.
+
+    The class declares fields and has a method `build(env) -> Agent`. It may have a method `check()`, which raises ValueError if
+    fields contradict each other.
+
+    Args:
+      name: the name of the algorithm, such as `"ppo"`.
+      many_agents: whether its environments are `MultiAgentEnvironment`s; None if both kinds are supported.
+      offline: whether it is an offline RL algorithm, which takes no environment steps during training.
+      privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
+
+    Returns:
+      A decorator. The class becomes a pytree and a frozen dataclass with keyword arguments, checked on construction; `name`,
+      `many_agents`, `offline` and `privileged` become its attributes.
+    """
+    if not isinstance(name, str) or not name.replace("_", "a").isalnum():
+        raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
+
+    def make(cls: Any) -> Any:
+        _check_declaration(cls)
+        cls.__post_init__ = fields.check_made
+        cls.build = _of_plain_fields(cls.build)
+        new: Any = entry(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+        new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
+        fields.register(new)
+        is_of_room = _rooms.added("algorithms").get(name) == f"{new.__module__}:{new.__qualname__}"
+        alike = [] if is_of_room else [ALGORITHMS[n] for n in ALGORITHMS if n.lower() == name.lower()]
+        if any(before is not None and _place(before) != _place(new) for before in alike):
+            raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
+        ALGORITHMS[name] = new  # a notebook cell may redefine it
+        return new
+
+    return make
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Returns the file and the name of a class: the same for a program and for the module imported from the same file."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return os.path.realpath(file) if file else cls.__module__, cls.__qualname__
+
+
+def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
+    """Makes the config of an algorithm that differs from `base` only in its defaults; it does not subclass `base`."""
+    parent: Any = base
+    parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
+    for f in dataclasses.fields(parent):
+        parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
+    assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
+    about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
+    new: Any = type(name, (), parts | about)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
+
+
+def _check_declaration(cls: type) -> None:
+    """Raises TypeError unless `config` can make the class a config."""
+    where = f"the config {cls.__name__}"
+    if not callable(getattr(cls, "build", None)):
+        raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
+    if parents := [base.__name__ for base in cls.__mro__[1:] if "many_agents" in vars(base)]:
+        fact = f"{where} inherits from the config {parents[0]}, and configs are not subclassed"
+        raise TypeError(f"{fact}; list its fields, and pass those of {parents[0]} on: {parents[0]}(name=self.name).build(env)")
+    if "__post_init__" in vars(cls):
+        raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
+    fields.check_declaration(cls, where)
+
+
+def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `build`: rejects texts that stand for objects and schedules; adds the privileged state that critics need."""
+
+    @functools.wraps(build)
+    def built(self: Any, env: Any) -> Any:
+        for name, f in all_fields(self).items():
+            value = value_of(self, name)
+            may_be_word = f.metadata.get("tunable") or (Any in typing.get_args(f.type) and isinstance(value, str))
+            if may_be_word and is_deferred(value):
+                where = f"{type(self).__name__}.{name}={value!r}"
+                raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
+        return build(self, with_privileged(env) if self.privileged else env)
+
+    return built

@@ -1,0 +1,221 @@
+"""The training loop of several agents: teams that act in the same environments, each with its own algorithm.
+
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `A` the number of agents of a
+team and `S` the length of a global state.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.agents.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, spaces, vectorize_agents
+from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.fragments import fragment, fragment_scope
+
+
+class Experience(NamedTuple):
+    """The experience of a team in an unroll."""
+
+    obs: Any  # for every action, [T, E, A, ...]
+    state: jax.Array  # the global states, [T, E, S]
+    is_first: jax.Array  # whether an observation is the first of an episode, [T, E]
+    action: jax.Array  # before `action_transform`, [T, E, A, ...]
+    extras: Any  # other outputs of `Team.act`
+    reward: jax.Array  # [T, E, A]
+    terminated: jax.Array  # whether the agent has terminated, [T, E, A]
+    truncated: jax.Array  # whether the episode was cut short, [T, E]
+    present: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
+    final_obs: Any  # the true next observations, before any reset, [T, E, A, ...]
+    final_state: jax.Array  # their global states, [T, E, S]
+
+
+class Now(NamedTuple):
+    """The inputs of a team before it acts."""
+
+    obs: Any  # [E, A, ...]
+    state: jax.Array  # the global states, [E, S]
+    is_first: jax.Array  # whether they are the first of an episode, [E]
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """An algorithm for a team of agents, as functions that call fragments; the method `build_team` of a config makes it."""
+
+    # (params_key, actor_key, learner_key) -> (params, rest); the rest is its other state, such as optimizer states and keys
+    init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+    axes: tuple[Any, Any]  # logical axes of params and rest
+    # (params, rest, progress) -> (acting, rest, keys [T, ...]): inputs of `act` in an unroll, such as parameters, and keys
+    begin: Callable[[Any, Any, Progress], tuple[Any, Any, Any]]
+    # (acting, now, carry, keys) -> (action [E, A, ...], extras, carry)
+    act: Callable[..., tuple[jax.Array, Any, Any]]
+    # (params, rest, experience, now, carry, progress) -> (params, rest, metrics); `now` is after it, `carry` before
+    learn: Callable[..., tuple[Any, Any, Metrics]]
+    # (params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)
+    choose_action: Callable[..., tuple[jax.Array, Any]]
+    initial_carry: Callable[[int], Any]  # num_envs -> carry [E, A, ...], an empty pytree for networks without a core
+    updates_per_iteration: int  # the largest number of gradient steps
+    agent_axes: P  # of its arrays [E, A, ...]: P("env", "agent") if every agent has its own network
+    # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or is recurrent
+    probabilities: Callable[[Any, Any, Any], jax.Array] | None = None
+    env_group: int = 1  # size of a group of adjacent environments that must be on one device
+    learning_starts: int = 0  # environment steps that a replay buffer must hold before the first update
+
+
+class TeamsState(NamedTuple):
+    """The state of a run; mappings have one entry for each team."""
+
+    params: dict[str, Any]
+    teams: dict[str, Any]  # the other state of the teams
+    carry: dict[str, Any]  # the carries of the teams, [E, A, ...]
+    env_state: Any
+    now: dict[str, Now]
+
+
+def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_length: int) -> Agent:
+    """Builds the agent of a run with several agents; with several teams, metrics are named `METRIC/TEAM`."""
+    everyone = tuple(range(venv.num_agents))
+    members = {name: venv.teams.get(name, everyone) for name in teams}
+    to_env_action = action_transform(venv.action_space)
+
+    def together(parts: Mapping[str, jax.Array]) -> jax.Array:
+        """Combines the arrays of the teams into an array of all agents `[E, A, ...]`."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        order = [i for name in parts for i in members[name]]
+        return jnp.concatenate(list(parts.values()), axis=1)[:, np.argsort(order)]
+
+    def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
+        return together({name: to_env_action(action) for name, action in actions.items()})
+
+    def of_team(name: str, x: Any) -> Any:
+        """Selects the agents of a team from `[E, A, ...]`."""
+        return x if members[name] == everyone else jax.tree.map(lambda x: x[:, np.array(members[name])], x)
+
+    def scope(name: str):
+        return fragment_scope(name if len(teams) > 1 else "")
+
+    def seen(obs: Any, state: jax.Array, is_first: jax.Array) -> dict[str, Now]:
+        return {name: Now(of_team(name, obs), state, is_first) for name in teams}
+
+    def init(key: jax.Array) -> TeamsState:
+        # A single team gets the same keys as a single-agent algorithm, so that a team of one agent trains identically.
+        keys = jax.random.split(key, (len(teams), 4))
+        env_state, obs = venv.reset(keys[0][1])
+        begun = {name: team.init(k[0], k[2], k[3]) for (name, team), k in zip(teams.items(), keys, strict=True)}
+        return TeamsState(
+            params={name: params for name, (params, _) in begun.items()},
+            teams={name: rest for name, (_, rest) in begun.items()},
+            carry={name: team.initial_carry(venv.num_envs) for name, team in teams.items()},
+            env_state=env_state,
+            now=seen(obs, venv.global_state(env_state, obs), jnp.ones(venv.num_envs, bool)),
+        )
+
+    @fragment(role="env")
+    def env_step(env_state, actions):
+        env_state, t = venv.step(env_state, joint_action(actions))
+        own = {field: getattr(t, field) for field in ("reward", "terminated", "present", "final_obs")}
+        shared = {"truncated": t.truncated, "final_state": t.final_state}
+        outcome = {name: of_team(name, own) | shared for name in teams}
+        return env_state, seen(t.obs, t.state, t.ended), outcome
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+    def iteration(state: TeamsState, progress: Progress) -> tuple[TeamsState, Metrics]:
+        def step(before, keys):
+            env_state, now, carry = before
+            acted = {}
+            for n, team in teams.items():
+                with scope(n):
+                    acted[n] = team.act(acting[n], now[n], carry[n], keys[n])
+            env_state, after, outcome = env_step(env_state, {n: action for n, (action, _, _) in acted.items()})
+            experience = {
+                n: Experience(**now[n]._asdict(), action=action, extras=extras, **outcome[n])
+                for n, (action, extras, _) in acted.items()
+            }
+            return (env_state, after, {n: carry for n, (_, _, carry) in acted.items()}), experience
+
+        begun = {}
+        for name, team in teams.items():
+            with scope(name):
+                begun[name] = team.begin(state.params[name], state.teams[name], progress)
+        acting, kept, keys = ({name: x[i] for name, x in begun.items()} for i in range(3))
+        start = state.env_state, state.now, state.carry
+        (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
+        env_state, episodes = pop_episodes(env_state)
+        params, rest, metrics = {}, {}, {}
+        for name, team in teams.items():
+            with scope(name):
+                params[name], rest[name], stats = team.learn(
+                    state.params[name], kept[name], experience[name], now[name], state.carry[name], progress
+                )
+            metrics |= {metric + f"/{name}" * (len(teams) > 1): value for metric, value in stats.items()}
+        return TeamsState(params, rest, carry, env_state, now), {**metrics, **episodes}
+
+    def act(state: TeamsState, obs: Any, key: jax.Array | None, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        actions, carries = {}, {}
+        keys = [key] * len(teams) if key is None or len(teams) == 1 else jax.random.split(key, len(teams))
+        for team_key, (name, team) in zip(keys, teams.items(), strict=True):
+            actions[name], carries[name] = team.choose_action(
+                state.params[name], state.teams[name], of_team(name, obs), team_key, carry[name]
+            )
+        return joint_action(actions), carries
+
+    def probabilities(state: TeamsState, obs: Any) -> jax.Array:
+        each = {name: (team.probabilities, state.params[name], state.teams[name]) for name, team in teams.items()}
+        return together({n: of(params, rest, of_team(n, obs)) for n, (of, params, rest) in each.items() if of is not None})
+
+    agent_axes = {name: team.agent_axes for name, team in teams.items()}
+    axes = logical_axes(
+        TeamsState,
+        params={name: team.axes[0] for name, team in teams.items()},
+        teams={name: team.axes[1] for name, team in teams.items()},
+        carry=agent_axes,
+        env_state=venv.axes,
+        now={name: Now(axes, P("env"), P("env")) for name, axes in agent_axes.items()},  # type: ignore[arg-type]
+    )
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=act,
+        axes=axes,
+        steps_per_iteration=venv.num_envs * unroll_length,
+        updates_per_iteration=max(team.updates_per_iteration for team in teams.values()),
+        env=venv,  # type: ignore[arg-type]
+        initial_carry=lambda num_envs: {name: team.initial_carry(num_envs) for name, team in teams.items()},
+        ranked=len(teams) == 1,
+        learning_starts=max(team.learning_starts for team in teams.values()),
+        env_group=math.lcm(*(team.env_group for team in teams.values())),
+        probabilities=None if any(team.probabilities is None for team in teams.values()) else probabilities,
+    )
+
+
+def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
+    """Builds the agent of a config whose method `build_team` makes one team of all agents of an environment."""
+    venv = vectorize_agents(env, config.num_envs)
+    return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)
+
+
+def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
+    """Appends the one-hot agent index to vectors, or to observations in `space` after flattening: `[..., A, D + A]` float32."""
+    plain = unmasked(obs)
+    vectors = plain if space is None else spaces.flatten(space, plain)
+    ids = jnp.broadcast_to(jnp.eye(num_agents, dtype=jnp.float32), (*vectors.shape[:-1], num_agents))
+    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
+
+
+def with_ids_space(space: Space, num_agents: int) -> Box:
+    """Returns the space of the outputs of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
+    if isinstance(space, Box) and len(space.shape) > 1:
+        raise TypeError(
+            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
+            "agent_ids=False"
+        )
+    return Box(-np.inf, np.inf, (spaces.flat_space(space).shape[0] + num_agents,))

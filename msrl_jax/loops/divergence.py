@@ -1,0 +1,85 @@
+"""The KL divergence of an updated policy from the one that acted: a limit to it, and learning rates that adapt to it.
+
+PPO makes several updates from one batch. With `target_kl`, the updates after the first one beyond the limit change nothing. An
+adaptive learning rate (`kl:TARGET`) decreases after an update with a large divergence and increases after one with a small
+divergence.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax.agents.optimizers import KL, AdaptiveRate, is_own, is_rate_state
+
+
+class Divergence(NamedTuple):
+    """State that is passed between the updates of an iteration; fields are None where the config does not need them."""
+
+    exceeded: jax.Array | None  # whether an update exceeded `target_kl`, bool []
+    kl: jax.Array | None  # the divergence that the learning rate adapts to, in nats; nan keeps the rate. float32 []
+    is_first: jax.Array | None  # whether no update has been made yet, bool []
+
+
+def no_divergence(config: Any) -> Divergence:
+    """Returns the state before the first update of an iteration."""
+    exceeded = None if config.target_kl is None else jnp.bool(False)
+    if isinstance(config.learning_rate, KL) and not is_own(config.optimizer):
+        return Divergence(exceeded, jnp.float32(jnp.nan), jnp.bool(True))
+    return Divergence(exceeded, None, None)
+
+
+def update_divergence(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
+    """Returns the state for an update whose gradients were computed at a divergence of `kl` nats, `[]`."""
+    exceeded, followed, is_first = before
+    if is_first is not None:
+        # The first update starts from the policy that acted, so the sign of its divergence is only rounding error.
+        followed = jnp.where(is_first if exceeded is None else is_first | exceeded, jnp.nan, kl)
+        is_first = jnp.bool(False)
+    return Divergence(None if exceeded is None else exceeded | (kl > config.target_kl), followed, is_first)
+
+
+def apply_gradients(
+    config: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
+    params: Any,
+    opt_state: Any,
+    grads: Any,
+    learning_rate: jax.Array | None,
+    divergence: Divergence,
+) -> tuple[Any, Any]:
+    """Returns the parameters and the optimizer state after an update; past the limit, only an adaptive rate changes.
+
+    Args:
+      config: the config of the algorithm.
+      optimizer: the result of `make_optimizer`.
+      params: the parameters.
+      opt_state: the state of the optimizer.
+      grads: the gradients of the parameters.
+      learning_rate: `learning_rate_at(config, progress)`, `[]`; None if the optimizer has its own rate, or if the rate adapts.
+      divergence: the result of `update_divergence`.
+    """
+    if divergence.kl is not None:
+        opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
+    before, exceeded = (params, opt_state), divergence.exceeded
+    updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
+    after = optax.apply_updates(params, updates), opt_state
+    return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
+
+
+def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
+    """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
+
+    Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
+    half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing, nor does nan.
+    """
+
+    def new(state: Any) -> Any:
+        if not is_rate_state(state):
+            return state
+        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
+        is_small = (kl > 0) & (kl < target.target / 2)
+        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+    return jax.tree.map(new, opt_state, is_leaf=is_rate_state)

@@ -1,0 +1,43 @@
+"""Standardizes observations where networks use them, for algorithms with a replay buffer.
+
+The buffer stores raw observations. Networks see old and new observations standardized by the same running statistics, those of
+all batches so far.
+"""
+
+from typing import Any
+
+import jax
+
+from msrl_jax.envs import Space, running
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.privileged import statistics_of
+from msrl_jax.envs.running import RunningStatistics
+from msrl_jax.envs.vector_wrappers import normalized_space
+from msrl_jax.loops.replay import Batch, select
+from msrl_jax.networks.layers import flatten
+
+
+def seen_space(config: Any, space: Space) -> Space:
+    """Returns the space of the observations that networks see; raises ValueError if these cannot be standardized."""
+    return normalized_space(space) if config.normalize_observations else space
+
+
+def no_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
+    """Returns the initial statistics for observations `[E, ...]`; `()` if observations are not standardized."""
+    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
+
+
+def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
+    """Standardizes observations `[..., *observation_shape]` for networks; masks do not change."""
+    if isinstance(statistics, tuple):
+        return obs
+    plain = unmasked(obs)
+    return with_mask_of(obs, running.normalize(statistics_of(plain, statistics), plain))
+
+
+def observed(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
+    """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
+    e = batch.experience
+    seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
+    statistics = select(batch.ready, running.update(statistics, seen), statistics)
+    return statistics, e._replace(obs=see(statistics, e.obs), next_obs=see(statistics, e.next_obs))

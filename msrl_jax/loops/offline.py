@@ -1,0 +1,159 @@
+"""The loop of the offline RL algorithms, as functions: draw batches from a data set, update, validate on held-out episodes.
+
+In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
+An iteration draws `K` batches at once and learns from them one after another, then measures on one held-out batch. Training
+takes no environment steps: the environment only provides the spaces for the networks, and evaluations run in it. The fragments
+are in the files of the algorithms.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import data, envs
+from msrl_jax.agents.agent import Progress, logical_axes
+from msrl_jax.data import Dataset
+from msrl_jax.data.check_spaces import load_for
+from msrl_jax.envs import Environment, VectorEnvironment
+from msrl_jax.envs.masks import observation_type
+from msrl_jax.fragments.counters import advance
+from msrl_jax.replay import NStep, Replay, ReplayState
+from msrl_jax.replay.buffers import storage_of
+
+
+class Data(NamedTuple):
+    """A data set as the states of two buffers; both hold whole episodes."""
+
+    training: ReplayState
+    validation: ReplayState | tuple[()]  # the held-out episodes; () if there are none
+
+
+class Source(NamedTuple):
+    """The buffers of a data set, and their states as host arrays."""
+
+    training: Replay
+    validation: Replay | None  # of held-out episodes
+    data: Data
+
+
+class OfflineState(NamedTuple):
+    """The state of a run."""
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+    key: jax.Array  # of the learner
+    data_key: jax.Array  # for draws
+    env_state: tuple[()] = ()
+    data: Data | tuple[()] = ()  # () in a state for acting only
+
+
+def playing_env(env: Environment, config: Any) -> VectorEnvironment:
+    """Makes the environments of a run, one per shard of the data; they provide spaces, and training never steps them."""
+    return envs.vectorize(env, _shards(config))
+
+
+def state_axes(source: Source | None) -> OfflineState:
+    """Returns the logical axes of a state."""
+    whole = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
+    if source is None:
+        return logical_axes(OfflineState, **whole, data=P())
+    held_out = source.validation.axes if source.validation else ()
+    return logical_axes(OfflineState, **whole, data=Data(source.training.axes, held_out))
+
+
+def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[jax.Array, NStep, NStep | None]:
+    """Draws `K` batches at once; returns the next key, the batches `[K, B, ...]`, and one of held-out episodes, or None."""
+    key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+    batches = jax.vmap(source.training.sample, (None, 0))(data.training, jnp.stack(keys)).experience
+    return key, batches, source.validation and source.validation.sample(data.validation, held_out_key).experience
+
+
+def check_given(config: Any, state: OfflineState) -> None:
+    """Raises ValueError if a state has no data for training."""
+    if not state.data:
+        raise ValueError(f"{config.name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
+
+
+def learn_from(
+    batches: NStep,
+    held_out: NStep | None,
+    update: Callable[[Any, NStep, jax.Array, Progress], tuple[Any, Mapping[str, jax.Array]]],
+    learned: Any,
+    key: jax.Array,
+    progress: Progress,
+) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    """Learns from batches one after another, and validates the result on held-out episodes.
+
+    Args:
+      batches: the batches. `[K, B, ...]`
+      held_out: a batch of held-out episodes; None if there are none. `[B, ...]`
+      update: `(learned, batch, key, progress) -> (learned, statistics)`; the progress counts updates.
+      learned: the state that updates change.
+      key: the key for the randomness of updates.
+      progress: the progress of the run, in iterations.
+
+    Returns:
+      The new `learned`, the next key, and the statistics averaged over the updates; the statistics of the held-out batch have
+      the prefix `validation_`.
+    """
+    num_updates = len(batches.reward)
+    key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+
+    def numbered(number: Any) -> Progress:
+        return Progress(advance(progress.times(num_updates), number), progress.total and progress.total * num_updates)
+
+    def step(learned: Any, inputs: tuple[NStep, jax.Array, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+        batch, key, number = inputs
+        learned, stats = update(learned, batch, key, numbered(number))
+        return learned, dict(stats)
+
+    learned, stats = jax.lax.scan(step, learned, (batches, jnp.stack(keys), jnp.arange(num_updates)))
+    metrics = jax.tree.map(lambda x: x.mean(), stats)
+    if held_out is not None:
+        # Run an update only for its statistics; XLA removes the rest, because the new parameters are unused.
+        _, measured = update(learned, held_out, held_out_key, numbered(num_updates))
+        metrics |= {f"validation_{name}": x for name, x in measured.items()}
+    return learned, key, metrics
+
+
+def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
+    """Reads the data set of a config, and splits off held-out episodes; None without data; raises ValueError if invalid."""
+    if config.data is None:
+        return None
+    dataset = load_for(env, config.data)
+    if normalize_rewards:
+        dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
+    shards, storage = _shards(config), storage_of(config.storage, observation_type(env))
+
+    def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
+        return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
+
+    if not config.validation_fraction:
+        training, held = make(dataset, config.batch_size)
+        return Source(training, None, Data(held, ()))
+    learned, held_out = dataset.split(config.validation_fraction)
+    training, held = make(learned, config.batch_size)
+    if len(held_out) < shards:
+        raise ValueError(
+            f"validation_fraction={config.validation_fraction:g} holds {len(held_out)} of {len(dataset)} rows out, fewer than "
+            f"one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
+        )
+    validation, held_back = make(held_out, min(config.batch_size, len(held_out) // shards * shards))
+    return Source(training, validation, Data(held, held_back))
+
+
+def reward_scale(dataset: Dataset) -> float:
+    """Returns the range of episode returns divided by the longest length; 1 if all returns are equal (2110.06169, 5.2)."""
+    episodes = dataset.episodes
+    return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
+
+
+def _shards(config: Any) -> int:
+    return math.gcd(config.batch_size, 8) if config.shards is None else config.shards

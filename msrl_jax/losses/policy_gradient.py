@@ -1,0 +1,109 @@
+"""Losses per example: elementwise functions of arrays of equal shapes `[...]`; the caller takes the mean."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.networks.distributions import Distribution
+from msrl_jax.returns.advantages import mean
+
+
+def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
+    """Returns the policy gradient loss; its gradient is the negative policy gradient (Williams, 1992; arXiv 1602.01783).
+
+    Args:
+      log_prob: log-probability of the action taken. `[...]`
+      advantage: estimated advantage of the action; no gradient flows through it. `[...]`
+
+    Returns:
+      The loss to minimize. `[...]`
+    """
+    chex.assert_equal(jnp.shape(log_prob), jnp.shape(advantage))
+    return -log_prob * jax.lax.stop_gradient(advantage)
+
+
+def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_ratio: float) -> jax.Array:
+    """Returns the negative clipped surrogate objective of PPO (Schulman et al., 2017, arXiv 1707.06347, eq. 7).
+
+    Args:
+      log_ratio: log-probability of the action now, minus its log-probability when it was taken. `[...]`
+      advantage: estimated advantage of the action. `[...]`
+      clip_ratio: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio].
+
+    Returns:
+      The loss to minimize. `[...]`
+    """
+    chex.assert_equal(jnp.shape(log_ratio), jnp.shape(advantage))
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1.0 - clip_ratio, 1.0 + clip_ratio)
+    return -jnp.minimum(ratio * advantage, clipped * advantage)
+
+
+def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
+    """Returns half the squared error.
+
+    Args:
+      value: predictions. `[...]`
+      target: targets of the predictions. `[...]`
+
+    Returns:
+      The loss to minimize. `[...]`
+    """
+    chex.assert_equal(jnp.shape(value), jnp.shape(target))
+    return 0.5 * jnp.square(value - target)
+
+
+def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array, clip_value: float) -> jax.Array:
+    """Returns half the squared error; a change of more than `clip_value` from the old prediction does not lower it.
+
+    This is the value loss of PPO2 in OpenAI Baselines, which Engstrom et al. (2020, arXiv 2005.12729) study.
+
+    Args:
+      value: predictions. `[...]`
+      old_value: predictions before the update. `[...]`
+      target: targets of the predictions. `[...]`
+      clip_value: the difference from `old_value` is clipped to this size, in units of the return.
+
+    Returns:
+      The loss to minimize. `[...]`
+    """
+    chex.assert_equal(jnp.shape(value), jnp.shape(old_value))
+    near = old_value + jnp.clip(value - old_value, -clip_value, clip_value)
+    return jnp.maximum(value_loss(value, target), value_loss(near, target))
+
+
+def approximate_kl(log_ratio: jax.Array) -> jax.Array:
+    """Estimates the divergence of the old policy from the new one, unbiased and non-negative (J. Schulman's k3).
+
+    http://joschu.net/blog/kl-approx.html
+
+    Args:
+      log_ratio: log-probability under the new policy minus that under the old, of actions drawn from the old policy. `[...]`
+
+    Returns:
+      One estimate per action; their mean estimates KL(old, new) in nats. `[...]`
+    """
+    return jnp.expm1(log_ratio) - log_ratio
+
+
+def ppo_loss(
+    config: Any, policy: Distribution, value: jax.Array, taken: Any,
+    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
+    log_ratio = policy.log_prob(taken.action) - taken.log_prob
+    value_losses = value_loss(value, target)
+    if config.clip_value is not None:
+        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
+    stats = {
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
+        "value_loss": value_losses,
+        "entropy": policy.entropy(),
+        "approx_kl": approximate_kl(log_ratio),
+        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
+    }
+    stats = {name: mean(x.astype(jnp.float32), taken.present) for name, x in stats.items()}
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats

@@ -1,0 +1,163 @@
+"""Recurrent cores: named, or custom: an object with `init`, `initial`, `step` and optionally `unroll`, or a Flax cell.
+
+    init(key, inputs [B, I]) -> params
+    initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0
+    step(params, inputs [B, I], carry) -> (outputs [B, F], carry)
+    unroll(params, inputs [T, B, I], is_first [T, B] bool, carry) -> (outputs [T, B, F], carries after every step [T, B, ...])
+
+`unroll` must clear the carry before the first step of every episode; without it, `step` is scanned. You can pass a cell of
+`flax.linen`, such as `nn.GRUCell(64)`, directly. The `core` of a config is a name, one of these objects, or the MODULE:NAME of
+one. All numbers are parameters, as in custom modules.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.text_values import parse_spec
+from msrl_jax.networks.cells import CELLS, stepwise
+from msrl_jax.networks.layers import Carry, Core, Network, reset_carry
+from msrl_jax.networks.linear_recurrence import lru, min_gru
+from msrl_jax.networks.modules import check_gradients, is_name
+from msrl_jax.networks.transformer import gtrxl
+
+_NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
+_NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
+_FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
+
+
+def named_core(name: str, size: int) -> Core:
+    """Makes a recurrent core: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
+
+    Raises:
+      ValueError: if the layer or a parameter is unknown, or if the number of attention heads does not divide the size.
+    """
+    text, (name, params) = name, parse_spec(name)
+    try:
+        return checks.find("core", _NAMED, name)(size, **params)
+    except TypeError:
+        raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
+
+
+def core_remedy(given: Any) -> str | None:
+    """Says what to use instead of a name with an invalid size or invalid parameters; None if `given` is valid or not a name."""
+    name, colon, text = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if not colon or name not in (*_NAMED, "none") or (name == "gtrxl" and is_name(given)):
+        return None
+    size = text.removeprefix("memory_size=")
+    if name == "none" or not size.isdigit():
+        return f"core={name!r}" + ", with its size as memory_size" * (name != "none")
+    return f"core={name!r}, memory_size={size}"
+
+
+def as_core(given: Any) -> Callable[[int], Core]:
+    """Converts a custom core to the form that `recurrent_network` needs: a function from the input size to the layer.
+
+    Args:
+      given: one of the forms above.
+
+    Returns:
+      A function that raises ValueError if the layer fails; if its carry does not start as floats that are 0, or changes its
+      structure, shapes or dtypes in a step; if its outputs are not floats `[B, F]`; or if a parameter has no gradient.
+
+    Raises:
+      TypeError: if it is none of the forms.
+      ValueError: if MODULE:NAME cannot be imported.
+    """
+    what = naming.imported("core", given, "a core", _is_core) if isinstance(given, str) else given
+    name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
+    if isinstance(what, type):
+        raise TypeError(f"{name} is a class; {_FORMS}")
+    own = _of_cell(what) if isinstance(what, nn.RNNCellBase) else what
+    if missing := [function for function in ("init", "initial", "step") if not callable(getattr(own, function, None))]:
+        raise TypeError(f"{name} has no {missing[0]}; {_FORMS}")
+    return lambda input_size: _checked(own, input_size, name)
+
+
+def _is_core(value: Any) -> bool:
+    return not isinstance(value, type) and (isinstance(value, nn.RNNCellBase) or hasattr(value, "init"))
+
+
+class _Functions:
+    def __init__(self, init: Callable[..., Any], initial: Callable[..., Any], step: Callable[..., Any]):
+        self.init, self.initial, self.step = init, initial, step
+
+
+def _of_cell(cell: nn.RNNCellBase) -> Any:
+    def init(key: jax.Array, inputs: jax.Array) -> Any:
+        return cell.init(key, cell.initialize_carry(key, inputs.shape), inputs)
+
+    def step(params: Any, inputs: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        stepped: Any = cell.apply(params, carry, inputs)
+        return stepped[1], stepped[0]
+
+    size = cell.num_feature_axes
+    return _Functions(init, lambda batch: cell.initialize_carry(jax.random.key(0), (batch, *(1,) * size)), step)
+
+
+def _checked(own: Any, input_size: int, name: str) -> Core:
+    """Converts a custom layer to a `Core` for a given input size; checks it abstractly with a batch of 3."""
+    inputs = jnp.zeros((3, input_size), jnp.float32)
+    try:
+        with jax.ensure_compile_time_eval():
+            start = jax.tree.map(np.asarray, own.initial(3))
+        params = jax.eval_shape(own.init, jax.random.key(0), inputs)
+        outputs, after = jax.eval_shape(own.step, params, inputs, start)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).strip()}"
+        raise ValueError(f"{name} fails for inputs [3, {input_size}]: {cause}") from error
+    leaves, structure = jax.tree.flatten(start)
+    for path, leaf in jax.tree.leaves_with_path(start):
+        where = f"{name}: the initial carry {jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.shape[:1] != (3,):
+            raise ValueError(f"{where} for a batch of 3 is {leaf.dtype} {list(leaf.shape)}; use floats [3, ...]")
+        if leaf.any():
+            raise ValueError(f"{where} is not 0; an episode starts with zeros: keep what to start from in the parameters")
+    types = lambda leaves: [(x.shape, x.dtype) for x in leaves]  # noqa: E731
+    if jax.tree.structure(after) != structure or types(jax.tree.leaves(after)) != types(leaves):
+        show = lambda tree: jax.tree.map(lambda x: f"{x.dtype} {list(x.shape)}", tree)  # noqa: E731
+        raise ValueError(f"{name}: a step turns the carry {show(start)} into {show(after)}; keep structure, shapes and dtypes")
+    if getattr(outputs, "shape", ())[:-1] != (3,) or not jnp.issubdtype(outputs.dtype, jnp.floating):
+        raise ValueError(f"{name} returns outputs {outputs} for a batch of 3; return one array of floats [3, F]")
+    two_steps = Network(own.init, lambda params, x: own.step(params, x, own.step(params, x, start)[1])[0])
+    check_gradients(name, two_steps, params, inputs)
+    return _as_others(own, structure, outputs.shape[-1])
+
+
+def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
+    """Adapts a custom layer to batches with any number of dimensions, and to carries that are tuples."""
+
+    def merged(x: jax.Array, dims: int) -> jax.Array:
+        return x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:])
+
+    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
+        leaves = jax.tree.leaves(own.initial(math.prod(batch_shape)))
+        return tuple(jnp.asarray(x).reshape(*batch_shape, *x.shape[1:]) for x in leaves)
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        batch = inputs.shape[:-1]
+        whole = structure.unflatten([merged(x, len(batch)) for x in carry])
+        outputs, after = own.step(params, merged(inputs, len(batch)), whole)
+        found = tuple(x.reshape(*batch, *x.shape[1:]) for x in jax.tree.leaves(after))
+        return outputs.reshape(*batch, -1), found
+
+    def scan(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        def one(carry: Carry, now: tuple[jax.Array, jax.Array]) -> tuple[Carry, tuple[jax.Array, Carry]]:
+            outputs, carry = step(params, now[0], reset_carry(now[1], carry))
+            return carry, (outputs, carry)
+
+        return jax.lax.scan(one, carry, (inputs, is_first))[1]
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
+        outputs, carries = own.unroll(params, inputs, is_first, structure.unflatten(carry))
+        return outputs, tuple(jax.tree.leaves(carries))
+
+    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size), jnp.float32))  # noqa: E731
+    return Core(init, initial_carry, step, unroll if callable(getattr(own, "unroll", None)) else scan, num_outputs)

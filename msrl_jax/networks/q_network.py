@@ -1,0 +1,100 @@
+"""Networks for action values or return distributions, and the choice of targets and actions."""
+
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from msrl_jax.envs import Discrete
+from msrl_jax.envs.actions import uniform_actions
+from msrl_jax.fragments.counters import Counter, at_least
+from msrl_jax.networks.layers import ACTIVATIONS, Network, Torso, dense, head, hidden
+
+
+class _Values(nn.Module):
+    """The network of `q_network`."""
+
+    torso: Torso
+    num_actions: int
+    num_atoms: int
+    stream_size: int | None
+    dueling: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array, fraction: jax.Array | None = None) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`, at fractions `[..., N]` if given."""
+        features = self.torso(obs)
+        if fraction is None:
+            return self._outputs(features)
+        features = features[..., None, :] * self._embedding(fraction, features.shape[-1])
+        return jnp.swapaxes(self._outputs(features)[..., 0], -1, -2)
+
+    def _outputs(self, features: jax.Array) -> jax.Array:
+        if (size := self.stream_size) is None:
+            return self._head("head", features, self.num_actions)
+        activation, layer_norm = ACTIVATIONS[self.torso.activation], self.torso.layer_norm
+        stream = lambda name: hidden(features, size, activation, layer_norm, name)  # noqa: E731
+        if not self.dueling:
+            return self._head("head", stream("stream"), self.num_actions)
+        value = self._head("value_head", stream("value_stream"), 1)
+        advantage = self._head("advantage_head", stream("advantage_stream"), self.num_actions)
+        return value + advantage - advantage.mean(-2, keepdims=True)
+
+    def _embedding(self, fraction: jax.Array, size: int) -> jax.Array:
+        """Computes features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
+        cosines = jnp.cos(jnp.pi * jnp.arange(64, dtype=jnp.float32) * fraction[..., None])
+        return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
+
+    def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
+        outputs = head(self.torso, num_actions * self.num_atoms, 0.01, name)(features)
+        return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
+
+
+def q_network(
+    torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1, implicit: bool = False
+) -> Network:
+    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9).
+
+    An `implicit` network also takes fractions `[..., N]`. It multiplies their features by those of the observation before the
+    last hidden layer; its outputs are the quantiles at these fractions (arXiv 1806.06923).
+    """
+    torso = torso.of("critic")
+    if (dueling or implicit) and torso.is_whole:
+        raise ValueError("network=CustomNetworks(...) has no place for streams or fractions; give a module of features")
+    *first, last = torso.hidden_sizes if dueling or implicit else (*torso.hidden_sizes, None)
+    module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last, dueling)
+    return Network(module.init, module.apply)
+
+
+def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: bool) -> Network:
+    """Makes the head for action values `[..., A]` after a recurrent core: linear, or two streams as wide as the last layer."""
+    if dueling and not torso.hidden_sizes:
+        torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
+    heads = q_network(torso, action_space, dueling=dueling)
+    return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
+
+
+def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
+    """Returns the target network's outputs for the action with the largest `next_value` `[A]` (arXiv 1509.06461)."""
+    chex.assert_rank(next_value, 1)
+    chex.assert_equal_shape_prefix((next_value, next_target), 1)
+    return next_target[jnp.argmax(next_value)]
+
+
+def epsilon_greedy(
+    exploration: Any,  # an `Annealed` or a `PerEnv`
+    greedy: jax.Array,
+    keys: jax.Array,
+    steps: Counter,
+    obs: Any,
+    num_actions: int,
+    learning_starts: int = 0,
+) -> jax.Array:
+    """Returns greedy actions `[E]`, random ones with probability epsilon; all are random before `learning_starts` steps."""
+    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+    probability = jnp.where(at_least(steps, learning_starts), exploration.epsilon(steps, len(greedy)), 1.0)
+    at_random = jax.vmap(jax.random.uniform)(whether) < probability
+    return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)

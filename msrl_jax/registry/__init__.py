@@ -1,0 +1,1 @@
+"""Algorithms by name or file: how they are found, checked, built and copied."""

@@ -1,0 +1,61 @@
+"""Finds the code that a config in a folder or a file refers to, as plain data, before you decide to trust and run it."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msrl_jax.agents import schedules
+from msrl_jax.agents.optimizers import NAMED
+from msrl_jax.configs.fields import is_option
+from msrl_jax.fragments.support.naming import is_path
+from msrl_jax.fragments.support.text_values import Call, read_call, split_specs
+from msrl_jax.registry import files, teams
+
+
+def is_own(algorithm: str) -> bool:
+    """Whether a text names an algorithm in a file or a module, whose code `algorithms.get` runs."""
+    return files.is_file(algorithm) or ":" in algorithm
+
+
+def code_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the fields of a config that name a file or a module, with that name; values may be sequences, as in a sweep."""
+    found = ((name, text) for name, value in fields.items() for text in texts(value) if _names_code(name, text))
+    return dict(found)
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yields all texts in plain data, and the parts of each text that may be separate values."""
+    if is_option(value):
+        value = str(value)
+    if isinstance(value, str):
+        parts = split_specs(value)
+        yield from dict.fromkeys([value, *parts, *itertools.chain.from_iterable(part.split() for part in parts)])
+        with contextlib.suppress(ValueError):  # arguments of an option
+            yield from itertools.chain.from_iterable(map(texts, _arguments(read_call(value))))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from texts(each)
+            yield from texts(f"{key}={each}")  # the text of a team
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from texts(each)
+
+
+def _arguments(call: Call) -> Iterator[Any]:
+    for each in (*call.args, *call.kwargs.values()):
+        yield from _arguments(each) if isinstance(each, Call) else [each]
+
+
+def _names_code(field: str, text: str) -> bool:
+    if field == "teams":
+        with contextlib.suppress(ValueError):  # an invalid text names no code
+            algorithm, fields = teams.named_by(text)
+            return is_own(algorithm) or bool(code_of(fields))
+        return False
+    if field == "data" or not is_path(text):  # data sets hold no code
+        return False
+    return not (schedules.is_ramp(text) or schedules.is_adaptive(text)) if field not in _PARTS else _PARTS[field](text)
+
+
+_PARTS = {"network": is_path, "core": is_path, "optimizer": lambda text: text.partition(":")[0] not in NAMED}

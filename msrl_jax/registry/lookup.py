@@ -1,0 +1,128 @@
+"""Looks up algorithms by name, makes their configs, and checks whether they support an environment."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from msrl_jax import envs
+from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.replacing import with_values
+from msrl_jax.envs.base import check_made, env_name
+from msrl_jax.envs.privileged import has_privileged
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.checks import suggestion as suggestion
+from msrl_jax.fragments.support.naming import reference as reference
+from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.registry import files, resolve
+
+_WITH_CORE = {"dqn": "r2d2", "apex_dqn": "r2d2"}
+"""Algorithms whose form with a recurrent core is another algorithm."""
+
+
+def names() -> list[str]:
+    """Returns the names of all algorithms."""
+    return sorted(ALGORITHMS)
+
+
+@entry
+def get(algorithm: str | type) -> type:
+    """Looks up the config of an algorithm.
+
+    Args:
+      algorithm: its name; the path of a file with its config (`my_ppo.py`, or `my_ppo.py:PPO` if the file has several configs);
+        `MODULE:CLASS` of a config that is defined elsewhere; or the config class.
+
+    Returns:
+      The config, a class.
+
+    Raises:
+      TypeError: if it is none of these.
+      ValueError: if the name is unknown (the message suggests the nearest one), or the file fails to run or has no such config.
+    """
+    if _is_config(algorithm):
+        assert isinstance(algorithm, type)
+        if "many_agents" not in vars(algorithm):
+            base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
+            raise TypeError(
+                f"{algorithm.__name__} is a subclass of the config {base}, and no config itself; decorate it with "
+                "algorithms.config, under a name of its own"
+            )
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise TypeError(f"the algorithm is {shown(algorithm)}; give a config such as PPO(), or a name: {', '.join(names())}")
+    if files.is_file(algorithm):
+        return files.load(algorithm)
+    if ":" in algorithm:
+        return get(naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
+    return checks.find("algorithm", ALGORITHMS, algorithm)
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
+
+
+@entry
+def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
+    """Makes the config of a run.
+
+    Args:
+      algorithm: an argument of `get`, or a config whose fields are the defaults.
+      overrides: fields to replace; fields of options have dotted names, such as `exploration.base`.
+
+    Returns:
+      The config.
+
+    Raises:
+      ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
+    """
+    given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
+    source: Any = type(algorithm) if given else algorithm
+    kind: Any = get(source)
+    base: Any = algorithm if given else kind()
+    known = list(all_fields(kind))
+    for name in overrides:
+        if name not in known:
+            near = suggestion(name, known)
+            if name == "core" and (with_core := _WITH_CORE.get(base.name)):
+                near = f": {base.name} with a core is {with_core}"
+            raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
+    new = with_values(base, overrides)
+    resolve.check(new)
+    resolve.check_fits(new)
+    return new
+
+
+def check_env(config: Any, env: Any) -> None:
+    """Raises TypeError unless the algorithm supports the environment, ValueError if JAX may not promote dtypes or ranks."""
+    check_made(env)
+    for setting, default in {"dtype": "standard", "rank": "allow"}.items():
+        if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):
+            raise ValueError(
+                f"jax_numpy_{setting}_promotion={value!r}: algorithms rely on the promotion of {setting}s; "
+                f"call this under jax.numpy_{setting}_promotion({default!r})"
+            )
+    several = envs.has_agents(env)
+    if config.many_agents in (None, several):
+        if has_privileged(env) and not config.privileged:
+            takes = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
+            others = "the method global_state of environments of several agents" if several else takes
+            raise TypeError(
+                f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
+                f"does not take one; use {others}, or envs.Unprivileged(env)"
+            )
+        return
+    name = env_name(env)
+    others = [n for n, c in ALGORITHMS.items() if c.many_agents in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
+    if config.many_agents:
+        fact = f"algorithm {config.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
+    else:
+        fact = f"algorithm {config.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"
+    remedy = f"use {', '.join(sorted(others))}, or another environment"
+    if not others:
+        remedy = "no algorithm that learns from data alone trains several agents"
+    raise TypeError(f"{fact}; {remedy}")

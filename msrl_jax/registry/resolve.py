@@ -1,0 +1,224 @@
+"""Resolves config values that refer to schedules, optimizers, networks and cores, as text or as custom objects.
+
+A config keeps the given values, which files and command lines can express. `build` replaces them with the objects that
+algorithms use.
+"""
+
+import dataclasses
+import inspect
+import math
+import numbers
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax.agents import schedules
+from msrl_jax.agents.agent import Agent
+from msrl_jax.agents.optimizers import NAMED, Named
+from msrl_jax.agents.transformations import scheduled
+from msrl_jax.configs.config import ALGORITHMS, OptimizerKind
+from msrl_jax.configs.fields import all_fields, check_unused, is_deferred, value_of
+from msrl_jax.configs.replacing import with_options, with_traced
+from msrl_jax.envs import Environment, MultiAgentEnvironment
+from msrl_jax.fragments.support import checks, naming
+from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.text_values import read_values
+from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.networks.cores import as_core, core_remedy, named_core
+from msrl_jax.networks.modules import as_network, is_name
+
+_SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
+_PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
+_OWN = "an optax.GradientTransformation"
+_MADE = f"{_OWN}, or a function without arguments that returns one"
+_ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
+
+
+@entry
+def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
+    """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
+
+    Args:
+      config: a config.
+      env: the environment.
+
+    Returns:
+      The agent.
+
+    Raises:
+      TypeError, ValueError: if a value in the config is invalid, or does not fit the environment.
+    """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise TypeError(f"build({shown(config)}, env): give a config, such as PPO(learning_rate=3e-4)")
+    changing, ready = check(config), objects(config)
+    return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
+
+
+def objects(config: Any) -> Any:
+    """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
+    own: dict[str, Any] = {}
+    if not is_name(network := getattr(config, "network", "auto")):
+        own["network"] = as_network(network)
+    if (core := getattr(config, "core", "none")) != "none":
+        own["core"] = (lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core)
+    if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
+        own["optimizer"] = _own_optimizer(optimizer) if is_own(optimizer) else _named_optimizer(optimizer)
+    if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
+        own["learning_rate"] = schedules.read_kl(rate)
+    return with_traced(config, own)
+
+
+def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
+    """Replaces the schedules of a config with numbers; a scheduled learning rate is not annealed in addition."""
+    return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
+
+
+def check(config: Any) -> dict[str, schedules.Schedule]:
+    """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
+    for name, f in all_fields(config).items():
+        value, tunable = value_of(config, name), f.metadata.get("tunable")
+        if name == "optimizer" and _has_optimizer(config):
+            remedy = _optimizer_remedy(value)
+        elif name == "core" and not tunable:
+            remedy = core_remedy(value)
+        elif tunable and schedules.is_adaptive(value):
+            remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
+        elif tunable and is_deferred(value):
+            once = "a number, which is read once, at the start"
+            remedy = once if f.metadata.get("once") else schedules.remedy(name, value, f.metadata["bounds"])
+        else:
+            continue
+        if remedy:
+            raise ValueError(f"{type(config).__name__}.{name}={shown(value)}: use {remedy}")
+    found = schedules.check(config)
+    usual = {name: f.default for name, f in all_fields(config).items() if name in found}
+    for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
+        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
+        for part in with_options(with_traced(config, usual | ramps)):
+            if hasattr(part, "check"):
+                part.check()
+    return found
+
+
+def check_fits(config: Any) -> None:
+    """Raises ValueError if a field that the optimizer, the learning rate or the core makes unused differs from its default."""
+    if is_own(getattr(config, "optimizer", "adam")):
+        because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
+        check_unused(config, _PARTS, because)
+    if is_deferred(rate := getattr(config, "learning_rate", None)):
+        check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is no number")
+    if (core := getattr(config, "core", None)) is not None:
+        because = f"with core={checks.name_of(core)}"
+        check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)
+        check_unused(config, ("shared_torso",) if core != "none" else (), because)
+
+
+def _has_optimizer(config: Any) -> bool:
+    return typing.get_type_hints(type(config)).get("optimizer") == OptimizerKind
+
+
+def _adaptive() -> list[str]:
+    """Returns the names of the algorithms whose learning rate may adapt to the KL divergence of updates."""
+    configs: Mapping[str, Any] = ALGORITHMS
+    return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
+
+
+def is_own(optimizer: Any) -> bool:
+    """Whether the optimizer of a config is a custom transformation, or the name of one."""
+    return not isinstance(optimizer, str) or (":" in optimizer and optimizer.partition(":")[0] not in NAMED)
+
+
+def _optimizer_remedy(optimizer: Any) -> str | None:
+    """Says what to use instead of an invalid optimizer; None if it may be valid."""
+    if not isinstance(optimizer, str):
+        fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needed(optimizer))
+        return None if fits else _MADE
+    name, _, text = optimizer.partition(":")
+    if name not in NAMED and (":" not in optimizer or "=" in text):
+        return f"one of {', '.join(NAMED)}{checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
+    if name not in NAMED or ":" not in optimizer:
+        return None
+    return _wrong_parameter(name, text)
+
+
+def _wrong_parameter(name: str, text: str) -> str | None:
+    """Says what to use instead of invalid parameters of a named optimizer."""
+    known, form = _parameters(NAMED[name]), f"{name}:parameter=value,parameter=value"
+    try:
+        given = read_values(text, wrong=form)
+    except ValueError as error:
+        return form if str(error) == form else f"{form}; {error}"
+    for key, value in given.items():
+        if key not in known:
+            return f"parameters that {name} of optax has{checks.suggestion(key, known)}: {', '.join(known)}"
+        if isinstance(known[key], bool):
+            if not isinstance(value, bool):
+                return f"True or False for {key}"
+        elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+            return f"a number for {key}"
+        elif not (math.isfinite(float(value)) and float(value) >= 0 and (float(value) < 1 or key not in _SHARES)):
+            return f"a finite number of at least 0{' and below 1' * (key in _SHARES)} for {key}"
+    return None
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the numeric parameters of an optimizer, with their defaults."""
+    no_numbers = ("learning_rate", "mask", "dtype", "dimension_numbers")
+    found = inspect.signature(function).parameters
+    return {n: p.default for n, p in found.items() if isinstance(p.default, float | int | None) and not n.endswith(no_numbers)}
+
+
+def _needed(function: Callable[..., Any]) -> bool:
+    """Whether a function has required arguments."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+def _is_optimizer(value: Any) -> bool:
+    is_made = naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needed(value)
+    return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+
+
+def _named_optimizer(text: str) -> Named:
+    name, _, parameters = text.partition(":")
+    return Named(name, tuple(read_values(parameters, wrong=parameters).items()))
+
+
+def _own_optimizer(given: Any) -> optax.GradientTransformation:
+    """Makes a custom transformation, which raises clear errors when it is first traced."""
+    what: Any = naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
+    name = f"optimizer={checks.name_of(given)}"
+    if callable(what) and not _needed(what):
+        what = what()
+    if not isinstance(what, optax.GradientTransformation):
+        multi = " (of optax.MultiSteps, its gradient_transformation())" * isinstance(what, optax.MultiSteps)
+        forms = f"{_OWN}{multi}, or a function without arguments that returns one"
+        raise TypeError(f"{name} is a {type(what).__qualname__}; give {forms}")
+
+    def init(params: Any) -> Any:
+        try:
+            state = jax.tree.map(jnp.copy, what.init(params))  # leaves that share an array cannot be donated
+            updates, after = jax.eval_shape(what.update, params, state, params)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {str(error).strip()}"
+            raise ValueError(
+                f"{name} fails: {cause}; it gets gradients, its state, which is of arrays, and parameters, and nothing else"
+            ) from error
+        for what_is, got, wanted in (("updates", updates, params), ("a state", after, state)):
+            if _shapes(got) != _shapes(wanted):
+                like = "the parameters" if what_is == "updates" else "the state that it gets"
+                raise ValueError(f"{name} returns {what_is} of another structure, shape or dtype than {like}")
+        return state
+
+    return optax.GradientTransformation(init, what.update)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]

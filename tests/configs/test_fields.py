@@ -1,0 +1,195 @@
+"""Options: values that stand for alternatives of a config, their text, and their fields by dotted names."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import PBT, algorithms, envs
+from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
+from msrl_jax.configs.fields import all_fields, option, text, tunable_fields, value_of
+from msrl_jax.configs.replacing import with_traced
+from msrl_jax.fragments.support.text_values import Call, read_call
+from msrl_jax.search.space import read_axes
+from tests.support.random_walk import RandomWalk
+
+
+@pytest.mark.parametrize(
+    ("written", "call"),
+    [
+        ("per_env", Call("per_env")),
+        (" per_env() ", Call("per_env")),
+        ("c51:-10,v_max=2.5", Call("c51", (-10,), {"v_max": 2.5})),
+        (
+            "replay(5, priorities=prioritized(beta=None))",
+            Call("replay", (5,), {"priorities": Call("prioritized", (), {"beta": None})}),
+        ),
+        ("a:b='x,y:z',c=(1, word),d=[True]", Call("a", (), {"b": "x,y:z", "c": (1, "word"), "d": [True]})),
+    ],
+)
+def test_text_is_a_name_and_arguments(written, call):
+    assert read_call(written) == call
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "a:(",
+        "a b",
+        "3",
+        "a.b",
+        "a:1+x",
+        "a:**x",
+        "a:*x",
+        "a:lambda: 1",
+        "f'{x}'",
+        "a:" + "(" * 5000,
+        "a:\0",
+        "a:b:c",
+    ],
+)
+def test_what_is_no_call_is_refused_and_never_evaluated(written):
+    with pytest.raises(ValueError, match="cannot read"):
+        read_call(written)
+
+
+OPTIONS = [
+    PerEnv(0.3), Annealed(), C51(0, 200), Munchausen(clip=-0.5), Replay(100_000, priorities=Prioritized(beta=None)),
+    Replay(storage="uint8", priorities=Prioritized("linear:0.1:0.5")), algorithms.TQC(num_dropped=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OPTIONS, ids=str)
+def test_an_option_is_the_same_by_its_text(value):
+    field = dataclasses.replace if isinstance(value, Replay) else None
+    name = {"replay": "replay", "munchausen": "target", "annealed": "exploration", "per_env": "exploration"}.get(
+        value.option, "returns"
+    )
+    kind = SAC if value.option == "tqc" else DQN
+    for whole in (False, True):
+        found = getattr(kind(**{name: text(value, whole=whole)}), name)
+        assert found == value and hash(found) == hash(value) and type(found) is type(value)
+    assert field is None or str(field(value, capacity=7)).startswith("replay:capacity=7")
+    assert all(f"{f.name}=" in text(value, whole=True) for f in dataclasses.fields(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exploration": "per_evn:0.3"}, r"DQN\.exploration='per_evn:0.3': use one of .* \(did you mean 'per_env'\?\)"),
+        ({"exploration": "per_env:1.5"}, r"DQN\.exploration\.base=1.5: use a finite number at least 0 and at most 1"),
+        ({"exploration": "per_env:bas=1"}, r"DQN\.exploration: per_env takes base=0.4 \(did you mean 'base'\?\)"),
+        ({"exploration": "per_env:1,2"}, r"DQN\.exploration: per_env takes base=0.4$"),
+        ({"exploration": "per_env:("}, r"DQN\.exploration: cannot read 'per_env:\('"),
+        ({"exploration": PerEnv}, r"DQN\.exploration=<class .*: use one of annealed, per_env"),
+        ({"replay": "replay:priorities=prioritized(3,beta=2)"}, r"DQN\.replay\.priorities\.beta=2: use .* at most 1"),
+        ({"replay.priorities": "prioritised"}, r"DQN\.replay\.priorities='prioritised': use one of prioritized, None \(did"),
+        ({"exploration.base": 0.2}, r"DQN\.exploration\.base=0.2: exploration is .* or give exploration='per_env' too"),
+        ({"exploration.bas": 0.2}, r"DQN has no field 'exploration.bas' \(did you mean 'exploration.base'\?\)"),
+        ({"returns": "c51", "returns.num_atoms": 2.5}, r"DQN\.returns\.num_atoms=2.5: use an integer of at least 2"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_place_and_a_remedy(given, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make("dqn", given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dotted_name_changes_one_number_of_an_option():
+    made = make("r2d2", {"replay.n_step": 3, "replay.priorities.beta": 0.5})
+    assert made.replay == Replay(50_000, n_step=3, learning_starts=2000, priorities=Prioritized(0.9, 0.5))
+    assert make("dqn", {"exploration.base": 0.2, "exploration": "per_env"}).exploration == PerEnv(0.2)
+    names = all_fields(DQN)
+    assert {"exploration.base", "exploration.final", "replay.priorities.alpha"} < names.keys()
+    assert "exploration.base" not in all_fields(DQN()) and "replay.priorities.alpha" not in tunable_fields(DQN())
+
+
+def test_numbers_of_options_are_leaves_and_nothing_else_is():
+    config = DQN(exploration=PerEnv(0.3), returns=C51(0, 200))
+    doubled = jax.jit(lambda c: jax.tree.map(lambda x: 2 * x, c))(config)
+    assert doubled.exploration.base == jnp.float32(0.6) and doubled.returns.v_max == 400 and doubled.returns.num_atoms == 51
+    traced = jax.jit(lambda x: with_traced(config, {"exploration.base": x}).exploration.base * 2)
+    assert traced(0.25) == 0.5 and config.exploration.base == 0.3
+
+
+def test_an_option_is_declared_as_a_config_is():
+    with pytest.raises(TypeError, match="the option Round has the field 'size' without a default or a text"):
+
+        @option
+        class Round:
+            size: int = 3
+
+    with pytest.raises(ValueError, match=r"Square\.size=0: use an integer of at least 1"):
+
+        @option
+        class Square:
+            size: int = algorithms.field(default=0, doc="a size.")
+
+
+def test_a_schedule_of_a_number_of_an_option_is_checked():
+    with pytest.raises(ValueError, match=r"DQN\.exploration\.base='linear:0.5:2': .* at the progress 0.34 it is .* at most 1"):
+        make("dqn", {"exploration": "per_env", "exploration.base": "linear:0.5:2"})
+    with pytest.raises(ValueError, match=r"DQN\.returns: v_min=3 is not below v_max=1"):
+        make("dqn", {"returns": "c51:v_max=1", "returns.v_min": "linear:3:-3"})
+
+
+SMALL = {
+    "num_envs": 8,
+    "unroll_length": 4,
+    "num_updates": 1,
+    "batch_size": 8,
+    "hidden_sizes": (4,),
+    "replay": "replay:256,learning_starts=32",
+}
+
+
+def test_members_and_schedules_reach_numbers_of_options(tmp_path):
+    options = SMALL | {
+        "progress": False,
+        "total_steps": 128,
+        "eval_episodes": 0,
+        "devices": jax.devices()[:1],
+        "exploration": "per_env",
+    }
+    bases = [0.2, 0.9]
+    run = msrl.train(
+        "dqn", RandomWalk(), **options, **{"exploration.base": bases}, learning_rate="linear:1e-3", out=tmp_path / "run"
+    )
+    assert run.members == 2
+    alone = msrl.train("dqn", RandomWalk(), **options, **{"exploration.base": 0.9}, learning_rate="linear:1e-3", seed=0)
+    np.testing.assert_allclose(run.history["episode_return"][:, 1], alone.history["episode_return"], rtol=1e-5)
+    again = msrl.Result.load(tmp_path / "run", env=RandomWalk())
+    assert again.config == run.config and value_of(again.config, "exploration.base") == 0.2
+    assert 'exploration = "per_env:base=0.2"' in (tmp_path / "run" / "run.toml").read_text()
+    assert '"exploration.base" = [0.2, 0.9]' in (tmp_path / "run" / "run.toml").read_text()
+    with pytest.raises(ValueError, match=r"DQN\.replay\.capacity=.*changes the program"):
+        msrl.train("dqn", RandomWalk(), **options, **{"replay.capacity": [64, 128]})
+
+
+def test_expected_is_one_option():
+    assert DQN().returns == Expected() and str(Expected()) == "expected" and repr(Expected(1.0)) == "Expected(huber_delta=1.0)"
+
+
+def test_sweeps_and_populations_name_numbers_of_options():
+    given = {"exploration": "per_env", "exploration.base": "uniform:0.1:0.9", "replay.n_step": [1, 3]}
+    axes, constants = read_axes(DQN, given)
+    assert [axis.field for axis in axes] == ["exploration.base", "replay.n_step"] and constants == {"exploration": "per_env"}
+    assert axes[1].is_whole and read_axes(DQN, {"exploration": ["annealed", PerEnv(0.3)]})[0][0].points(None) == [
+        "annealed",
+        PerEnv(0.3),
+    ]
+    population = PBT({"replay.priorities.alpha": envs.uniform(0.1, 0.9)}, members=2)
+    population.check(R2D2(), {})
+    with pytest.raises(ValueError, match=r"replay\.priorities\.alpha belongs to an option that this DQN does not use"):
+        population.check(DQN(), {})
+
+
+def test_whole_numbers_may_be_written_as_fractions():
+    config = make("dqn", {"replay": "replay:1e5,n_step=3", "num_envs": 8.0})
+    assert (config.replay.capacity, config.num_envs) == (100_000, 8) and type(config.replay.capacity) is int
+    with pytest.raises(ValueError, match=r"DQN\.num_envs=8\.5: use an integer of at least 1"):
+        make("dqn", {"num_envs": 8.5})
