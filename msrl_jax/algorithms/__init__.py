@@ -24,6 +24,7 @@ from msrl_jax.algorithms.r2d2 import R2D2 as R2D2
 from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.td3 import DDPG as DDPG
 from msrl_jax.algorithms.td3 import TD3 as TD3
+from msrl_jax.algorithms.teams import Teams as Teams
 from msrl_jax.configs.config import config as config
 from msrl_jax.configs.fields import Tunable as Tunable
 from msrl_jax.configs.fields import TunableOrNone as TunableOrNone
@@ -49,4 +50,3 @@ from msrl_jax.registry.lookup import get as get
 from msrl_jax.registry.lookup import make as make
 from msrl_jax.registry.lookup import names as names
 from msrl_jax.registry.resolve import build as build
-from msrl_jax.registry.teams import Teams as Teams

@@ -10,7 +10,8 @@ from msrl_jax.agents.optimizers import NAMED
 from msrl_jax.configs.fields import is_option
 from msrl_jax.fragments.support.naming import is_path
 from msrl_jax.fragments.support.text_values import Call, read_call, split_specs
-from msrl_jax.registry import files, teams
+from msrl_jax.registry import files
+from msrl_jax.registry.team_text import named_by
 
 
 def is_own(algorithm: str) -> bool:
@@ -50,7 +51,7 @@ def _arguments(call: Call) -> Iterator[Any]:
 def _names_code(field: str, text: str) -> bool:
     if field == "teams":
         with contextlib.suppress(ValueError):  # an invalid text names no code
-            algorithm, fields = teams.named_by(text)
+            algorithm, fields = named_by(text)
             return is_own(algorithm) or bool(code_of(fields))
         return False
     if field == "data" or not is_path(text):  # data sets hold no code

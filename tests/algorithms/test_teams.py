@@ -10,8 +10,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Prioritized, Replay, Teams
+from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
-from msrl_jax.registry.teams import members_of, random_team
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.marking import fragments_of

@@ -18,10 +18,14 @@ from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_age
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.fragments.support.naming import reference
+from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.networks.distributions import check_policy_space
 from msrl_jax.registry import files, resolve
-from msrl_jax.registry.lookup import get, make, parse_spec, reference, suggestion
+from msrl_jax.registry.lookup import get, make
+from msrl_jax.registry.team_text import split, without_agents
 
 RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
@@ -51,7 +55,7 @@ class Teams:
         given = self.teams.split() if isinstance(self.teams, str) else self.teams
         if not isinstance(given, list | tuple | Mapping):
             raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        pairs = given.items() if isinstance(given, Mapping) else map(_split, given)
+        pairs = given.items() if isinstance(given, Mapping) else map(split, given)
         entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
             raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
@@ -64,7 +68,7 @@ class Teams:
 
     def entries(self) -> list["Entry"]:
         """Parses and checks the teams."""
-        return [_entry(*_split(text), self) for text in self.teams]
+        return [_entry(*split(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""
@@ -118,19 +122,6 @@ class Entry:
         return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
 
-def _split(text: Any) -> tuple[str, str]:
-    """Splits the text of a team into its name and the rest."""
-    if not isinstance(text, str) or "=" not in text.partition(":")[0]:
-        raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
-    team, _, rest = text.partition("=")
-    return team.strip(), rest.strip()
-
-
-def named_by(text: str) -> tuple[str, dict[str, Any]]:
-    """Returns the algorithm's name and the fields in the text of a team; raises ValueError if the text is invalid."""
-    return parse_spec(_without_agents(*_split(text))[0], prefixes=True)
-
-
 def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     """Parses a team from a text or a config; raises ValueError if it is invalid."""
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # the name is part of metric names
@@ -138,7 +129,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
     kind: Any = None
     if isinstance(algorithm, str):
-        text, patterns = _without_agents(team, algorithm)
+        text, patterns = without_agents(team, algorithm)
         name, fields = parse_spec(text, prefixes=True)
         if name in ALGORITHMS or ":" in name or files.is_file(name):
             kind = get(name)
@@ -166,21 +157,6 @@ def _changed(config: Any) -> dict[str, Any]:
     """Returns the fields of a config that differ from the defaults."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
     return {name: value for name, (value, default) in values.items() if value != default}
-
-
-_AGENTS = re.compile(r"([:,])\s*agents\s*=([^,]*)")
-"""The field `agents` of a text, which is none of its algorithm."""
-
-
-def _without_agents(team: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Takes `agents=...` out of `ALGORITHM:field=value,...`; returns the rest, and the patterns."""
-    found = _AGENTS.findall(text)
-    if not found:
-        return text, ()
-    patterns = tuple(part.strip() for part in found[0][1].strip().strip("'\"").split("|"))
-    if len(found) > 1 or "" in patterns or patterns[0][:1] in "([":
-        raise ValueError(f"team {team!r}: cannot read agents in {text!r}; write names or patterns once: agents=ally_*|medic")
-    return _AGENTS.sub(r"\1", text).replace(":,", ":").replace(",,", ",").rstrip(":,"), patterns
 
 
 def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
