@@ -263,6 +263,9 @@ def check_fields(self: Any) -> None:
                 raise ValueError(f"{where}={shown(value)}: use {_names(f)}")
             object.__setattr__(self, f.name, value)
             continue
+        if isinstance(value, Call):  # such as storage=frame_stack(4)
+            value = str(value)
+            object.__setattr__(self, f.name, value)
         if isinstance(value, list | tuple) and any(tuple in (k, typing.get_origin(k)) for k in kinds):  # lists are not hashable
             value = tuple(int(n) if isinstance(n, np.integer) else n for n in value)
             object.__setattr__(self, f.name, value)

@@ -6,7 +6,8 @@ In the shape descriptions, `E` denotes the number of environments.
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.fields import Codec, Tunable, TunableOrNone, field, option, tunable
+from msrl_jax.configs.fields import Tunable, TunableOrNone, field, option, tunable
+from msrl_jax.fragments import codecs
 from msrl_jax.fragments.counters import Counter, fraction
 from msrl_jax.replay.relabelling import Strategy
 
@@ -129,9 +130,19 @@ class Replay:
     capacity: int = field(default=20_000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    storage: str | None = field(
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "frame_stack(4)". Usual: None.'
+    )
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     priorities: Prioritized | None = field(default=None, doc="whether larger TD errors are drawn more often. Usual: None.")
+
+    def check(self) -> None:
+        """Raises ValueError if there is no such codec."""
+        if self.storage is not None:
+            try:
+                codecs.get(self.storage)
+            except ValueError as error:
+                raise ValueError(f"Replay.storage: {error}") from None
 
 
 @option

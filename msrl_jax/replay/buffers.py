@@ -66,7 +66,9 @@ def uniform(
       min_size: number of steps of all environments that the buffer must hold to be `ready`; by default, enough for a batch.
       shards: `G`, the maximum number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
         depend on it. By default the greatest common divisor of the two and 8.
-      storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`.
+      storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`. With `"frame_stack(n)"` for
+        `obs` and `next_obs` of a `Transition`, each frame of stacked observations is kept once; windows of steps whose frames
+        are gone have weight 0.
       relabelling: how to relabel sampled n-step transitions with goals that were achieved later; None does not relabel.
 
     Returns:
@@ -289,11 +291,9 @@ def _replay(
 
     def present(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window are valid, including those after the end of an episode."""
-        return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
+        return ring.present(held, at, offsets(at)).all(0)
 
     windowed = discount is None and ring.length > 1
-    may_be_absent = getattr(ring.example, "present", None) is not None
-
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
         return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
@@ -315,7 +315,7 @@ def _replay(
         env = at.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
         probability = whole(probability)
         weight = weigh(probability, fraction)
-        if may_be_absent:
+        if ring.may_be_absent:
             weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
@@ -345,7 +345,7 @@ def _replay(
         batch_size=ring.batch_size,
         nbytes=bytes_on_devices(init, ring.shards, f"a buffer of capacity={capacity} steps", capacity),
         shards=ring.shards,
-        may_be_absent=may_be_absent,
+        may_be_absent=ring.may_be_absent,
     )
 
 
