@@ -237,7 +237,7 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.algorithms.")]
+    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.")]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", "\n".join(tables), re.MULTILINE))
     assert {name: re.split("[,;] ", row) for name, row in rows.items()} == {
         name: list(inspect.signature(function).parameters) for name, function in functions.items()
