@@ -119,9 +119,10 @@ def compiling(policy: str, fragments: int, leaves: int) -> float:
 
 def table_of_metrics(members: int) -> float:
     """Peak bytes of writing the table of metrics of 50 rows at the end of a run."""
-    row: dict[str, Any] = {"episode_return": np.arange(members, dtype=np.float32)}
+    returns = np.arange(members, dtype=np.float32)
+    rows: list[Any] = [{"step": k, "iteration": k, "episode_return": returns} for k in range(1, 51)]
     with tempfile.TemporaryDirectory() as name:
-        folder.append_rows(Path(name), [row | {"step": k, "iteration": k} for k in range(1, 51)])
+        folder.append_rows(Path(name), rows)
         return peak_bytes(lambda: folder.write_table(Path(name)))
 
 
