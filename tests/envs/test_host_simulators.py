@@ -16,7 +16,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.agents.action_spaces import check_bounded
-from msrl_jax.envs import GymnasiumEnvironment, host_simulators
+from msrl_jax.envs import GymnasiumEnvironment, workers
 from msrl_jax.envs.actions import action_transform
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
@@ -176,8 +176,8 @@ def test_every_episode_that_begins_after_a_lost_step_is_another_one():
 
 def test_failures_count_in_a_row_alone(monkeypatch):
     """The environment fails in its third step each time that it is made again, more often than is tolerated in a row."""
-    monkeypatch.setattr(host_simulators, "_PAUSE", 0.001)
-    monkeypatch.setattr(host_simulators, "_TRIES", 3)
+    monkeypatch.setattr(workers, "_PAUSE", 0.001)
+    monkeypatch.setattr(workers, "_TRIES", 3)
     sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000, raises_at=3), num_workers=1), 1)
     steps, _ = sim.reset(seed)
     answers = []
@@ -210,7 +210,7 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
 
 @pytest.mark.long
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
-    monkeypatch.setattr(host_simulators, "_PAUSE", 0.001)
+    monkeypatch.setattr(workers, "_PAUSE", 0.001)
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
     sim, seed = simulators(env, 1)
     steps, _ = sim.reset(seed)
