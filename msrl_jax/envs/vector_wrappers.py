@@ -264,10 +264,10 @@ class NormalizeReward(NormalizingWrapper):
 
 def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
     """The space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
-    if isinstance(space, spaces.Box):
-        return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(jax.tree.map(lambda part: normalized_space(part, clip), space.spaces))
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: normalized_space(part, clip) for name, part in space.spaces.items()})
-    raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")
+
+    def normalized(part: spaces.Discrete | spaces.Box) -> spaces.Box:
+        if not isinstance(part, spaces.Box):
+            raise ValueError(f"observations of {part} cannot be normalized; wrap the env in FlattenObservation first")
+        return spaces.Box(np.float32(-clip), np.float32(clip), part.shape)
+
+    return spaces.map_arrays(normalized, space)
