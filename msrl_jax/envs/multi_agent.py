@@ -23,7 +23,8 @@ from msrl_jax.envs.base import (
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
-from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
+from msrl_jax.envs.param_sources import advance_source, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
 

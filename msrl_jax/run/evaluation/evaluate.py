@@ -15,7 +15,8 @@ from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, epi
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, observation_type
-from msrl_jax.envs.params import GivenParams, ParamSampler, RandomizeParams, find_source, is_of_source, randomized, with_source
+from msrl_jax.envs.param_sources import find_source, is_of_source, with_source
+from msrl_jax.envs.params import GivenParams, ParamSampler, RandomizeParams, randomized
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
