@@ -22,9 +22,9 @@ from msrl_jax._compat import (
     Primitive,
     ad,
     batching,
+    equations_in,
     is_traced_here,
     jaxpr_as_fun,
-    jaxprs_in,
     mlir,
     set_dead_code_rule,
 )
@@ -270,7 +270,7 @@ def _fault(x: Any) -> str | None:
 
 
 def _makes_reference(jaxpr: Jaxpr) -> bool:
-    return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
+    return any(isinstance(v.aval, AbstractRef) for eqn in equations_in(jaxpr) for v in eqn.outvars)
 
 
 def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
