@@ -8,7 +8,7 @@ passes in this order:
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
     build         graph/build.py           jaxpr, layout -> Graph: nodes at placements, glue, opened loops
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
-    partition     passes/partition.py      Graph -> Partition: homes of glue and carry, nodes grouped into programs
+    partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
