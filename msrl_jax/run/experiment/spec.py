@@ -253,7 +253,7 @@ class Experiment:
         program = compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )
-        program.check_memory()
+        program.state.check_memory()
         return program
 
     def record(self, steps: int) -> "Experiment":
