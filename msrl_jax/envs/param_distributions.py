@@ -88,7 +88,7 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
         if not isinstance(x, Ramp):
             return x
         assert isinstance(taken, Counter)
-        done, dtype = fraction(taken, 1, x.steps), jnp.result_type(x.start)
+        done, dtype = fraction(taken, x.steps), jnp.result_type(x.start)
         # Exact at both ends, whatever the rounding.
         number = x.start * (1 - done) + x.end * done
         return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)

@@ -18,7 +18,8 @@ passes in this order:
 
 passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `HostLoop` (runtime/host_loop.py) runs the instructions with an `Executor` (runtime/execute.py). If one placement holds the
-whole loop, the loop is one program instead (runtime/fused_loop.py). runtime/state_layout.py says where the state is kept. `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+whole loop, the loop is one program instead (runtime/fused_loop.py). runtime/state_layout.py says where the state is kept.
+`explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
 Each name is imported on first use.
 """
