@@ -53,7 +53,7 @@ def difference(later: Counter, earlier: Counter) -> jax.Array:
 
 
 def fraction(count: Counter, total: int) -> jax.Array:
-    """The fraction of a total that a counter has reached: `min(1, count / total)`, with a relative error of at most 2**-22. float32"""
+    """The fraction of a total that a counter has reached, at most 1, with a relative error of at most 2**-22. float32"""
     high, low = np.float32(_WORD / total), np.float32(1 / total)
     reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
     return jnp.minimum(reached, 1.0)
