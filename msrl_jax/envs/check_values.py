@@ -145,8 +145,8 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
             yield from _outside(space, np.asarray(x), f"the observation of {name}.{what}{path}")
     reward, mask, had_mask = (played[field] for field in ("reward", "mask", "had_mask"))
     if mask is not None:
-        present = np.ones(had_mask.shape[:-1], bool) if (present := played.get("present")) is None else present
-        if (present & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
+        valid = np.ones(had_mask.shape[:-1], bool) if (valid := played.get("valid")) is None else valid
+        if (valid & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
             yield f"{name}.action_mask allows no action in a state in which the episode continues; allow at least one"
             return
     if bad := int((~np.isfinite(reward)).sum()):

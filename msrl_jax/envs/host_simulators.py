@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     terminated: np.ndarray
     truncated: np.ndarray
     final_obs: Any
-    present: np.ndarray
+    valid: np.ndarray
     metrics: np.ndarray | None = None  # nan where the environment did not answer. `[E, K]` float32
 
 
@@ -57,7 +57,7 @@ class HostVectorized(WithoutStatistics, Wrapper):
     """`E` copies of an environment on the host as a `VectorEnvironment`, whose step is a host call between programs.
 
     The state records the step that each simulator must have reached. A simulator at a different step, because a run was resumed
-    or an old state was used again, starts a new episode, and the step is not valid: `present` is False.
+    or an old state was used again, starts a new episode, and the step is not valid: `valid` is False.
     """
 
     env: Any
@@ -81,7 +81,7 @@ class HostVectorized(WithoutStatistics, Wrapper):
         results = self._row(jnp.uint32), (obs, self._row(jnp.float32), flag, flag, obs, flag, *metrics)
         steps, outcome = host_fragment(self.simulators, results, name="simulate")(state.seed, state.steps, action)
         t = TimeStep(*received(outcome, "env"))
-        return state._replace(steps=steps, asked=state.asked + 1, absent=state.absent + ~t.present), t  # type: ignore[operator]
+        return state._replace(steps=steps, asked=state.asked + 1, absent=state.absent + ~t.valid), t  # type: ignore[operator]
 
     def pop_episodes(self, state: HostState) -> tuple[HostState, dict[str, Mean]]:
         """Removes the step counts from the state; returns `absent`, the share of steps without an answer."""
@@ -141,7 +141,7 @@ class Stepping:
         def outcome() -> tuple[np.ndarray, Any]:
             made = finish()
             if other.any():
-                made.present[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
+                made.valid[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
                 if made.metrics is not None:
                     made.metrics[other] = np.nan
             return after, tuple(made) if made.metrics is not None else tuple(made)[:-1]

@@ -85,7 +85,7 @@ class Workers:
     """`E` Gymnasium environments in worker processes, over shared memory; see `Simulators`.
 
     An environment that raises an exception is made again, and a worker that dies or hangs is restarted, after a pause that
-    doubles with every consecutive failure. Until then, steps of these environments are not `present`.
+    doubles with every consecutive failure. Until then, steps of these environments are not `valid`.
     """
 
     def __init__(
@@ -156,22 +156,22 @@ class Workers:
         while self._any(envs, _Status.STEPPING) and (self._status == _Status.DONE).sum() < enough:
             self._listen(envs[self._status == _Status.STEPPING])
         now = self._status.copy()
-        present, caught_up = now == _Status.DONE, now == _Status.CAUGHT_UP
+        valid, caught_up = now == _Status.DONE, now == _Status.CAUGHT_UP
         lost = np.isin(now, (_Status.DOWN, _Status.STARTING, _Status.FRESH))
         self._status[now == _Status.STEPPING] = _Status.LATE
         self._status[np.isin(now, (_Status.DONE, _Status.CAUGHT_UP, _Status.FRESH))] = _Status.READY
-        self._in_a_row[present], self._has_stepped[present] = 0, True
+        self._in_a_row[valid], self._has_stepped[valid] = 0, True
         terminated, truncated = self._view["terminated"], self._view["truncated"]
-        answered, metrics = present | caught_up, None
+        answered, metrics = valid | caught_up, None
         if self._layout.metrics:
             metrics = np.where(answered[:, None], self._view["metrics"], np.float32(np.nan))
         return Outcome(
             self._read("obs", envs),
             np.where(answered, self._view["reward"], np.float32(0)),
-            (present & terminated) | (caught_up & (terminated | truncated)),
-            (present & truncated) | lost,
+            (valid & terminated) | (caught_up & (terminated | truncated)),
+            (valid & truncated) | lost,
             self._read("final", envs),
-            present,
+            valid,
             metrics,
         )
 

@@ -287,12 +287,12 @@ def _replay(
             obs, next_obs = (relabelling.goals.replace(x, goal) for x in (obs, next_obs))
         return NStep(obs, action, reward, weight, next_obs)
 
-    def present(held: list[Any], at: Indices) -> jax.Array:
+    def valid(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window are valid, including those after the end of an episode."""
-        return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
+        return ring.take(held, at, offsets(at), lambda item: item.valid).all(0)
 
     windowed = discount is None and ring.length > 1
-    may_be_absent = getattr(ring.example, "present", None) is not None
+    may_be_absent = getattr(ring.example, "valid", None) is not None
 
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
@@ -316,7 +316,7 @@ def _replay(
         probability = whole(probability)
         weight = weigh(probability, fraction)
         if may_be_absent:
-            weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
+            weight = jnp.where(whole(jax.vmap(valid)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
     def windows(state: ReplayState) -> jax.Array:

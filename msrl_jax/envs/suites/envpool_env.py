@@ -132,7 +132,7 @@ class Pools:
                 obs, first = jax.tree.map(np.copy, final_obs), self._observed(pool.reset(numbers[ended])[0])
                 for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
                     x[ended] = new
-            present = np.ones(len(numbers), bool)
-            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present, metrics)
+            valid = np.ones(len(numbers), bool)
+            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, valid, metrics)
 
         return finish
