@@ -231,19 +231,10 @@ def _mark(
             args, kwargs = jax.tree.unflatten(tree, leaves)
             args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
-
             before, again = _leaves(named), _leaves(named)  # twice: some types create leaves on access
             with jax.named_scope(scoped(name)):  # lets profilers and plans find the fragment of an operation
                 result = fn(*args, **kwargs)
-            after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
-            for path in before | after:
-                changed = path not in before or before[path] is again[path] is not after.get(path)
-                if changed and id(after.get(path)) not in returned:
-                    raise TypeError(
-                        f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
-                        "gets a copy. Return the new value and assign it outside (for a flax.nnx module, return "
-                        "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
-                    )
+            _check_not_changed(name, before, again, _leaves(named), result)
             return result
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -257,6 +248,21 @@ def _mark(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked
+
+
+def _check_not_changed(
+    name: str, before: dict[str, Any], again: dict[str, Any], after: dict[str, Any], result: Any
+) -> None:
+    """Raises TypeError if a fragment replaced or added a leaf of an argument, unless it returns that leaf."""
+    returned = {id(x) for x in jax.tree.leaves(result)}
+    for path in before | after:
+        changed = path not in before or before[path] is again[path] is not after.get(path)
+        if changed and id(after.get(path)) not in returned:
+            raise TypeError(
+                f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it gets a "
+                "copy. Return the new value and assign it outside (for a flax.nnx module, return nnx.state(module), or pass "
+                "what nnx.split returns, nnx.merge it inside and return its state)"
+            )
 
 
 def _fault(x: Any) -> str | None:
