@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import jax
 
 import msrl_jax as msrl
-from msrl_jax.envs.host_simulators import processors
+from msrl_jax.envs.workers import processors
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit, processor
 from msrl_jax.run.prepare import make_experiment

@@ -148,7 +148,7 @@ class A2C:
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
@@ -186,9 +186,9 @@ def advantage_loss(
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
     advantage, _, target, _ = estimate(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     stats = {
-        "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.present),
-        "value_loss": mean(value_loss(value, target), t.present),
-        "entropy": mean(policy.entropy(), t.present),
+        "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.valid),
+        "value_loss": mean(value_loss(value, target), t.valid),
+        "entropy": mean(policy.entropy(), t.valid),
     }
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

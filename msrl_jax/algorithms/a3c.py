@@ -189,7 +189,7 @@ class A3C:
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.worker_params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)

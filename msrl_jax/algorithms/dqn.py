@@ -253,7 +253,7 @@ class DQN:
                 env_state, obs = before
                 action = explore(acting_params, obs, *inputs)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
                 return (env_state, t.obs), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -168,7 +168,7 @@ class IMPALA:
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
@@ -222,21 +222,21 @@ class IMPALA:
                 last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, note))
                 next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
-                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
+                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.valid,
                     discount=self.discount, lambda_=self.vtrace_lambda,
                     clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
                 )  # fmt: skip
                 if t.bonus is not None:  # weighted only for the step's own action; it is an advantage of the acting policy
                     advantage += jnp.minimum(jnp.exp(log_ratio), self.clip_pg_rho) * t.bonus
                 if self.normalize_advantage == "batch":
-                    advantage = standardize(advantage, t.present)
+                    advantage = standardize(advantage, t.valid)
                 stats = {
                     "policy_loss": policy_gradient_loss(log_prob, advantage),
                     "value_loss": value_loss(value, target),
                     "entropy": policy.entropy(),
                     "approx_kl": approximate_kl(log_ratio),
                 }
-                stats = {name: mean(x, t.present) for name, x in stats.items()}
+                stats = {name: mean(x, t.valid) for name, x in stats.items()}
                 total = stats["policy_loss"] + self.value_coef * stats["value_loss"]
                 return total - self.entropy_coef * stats["entropy"], stats
 

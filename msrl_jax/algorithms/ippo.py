@@ -71,7 +71,7 @@ class Batch(NamedTuple):
     advantage: jax.Array
     old_value: jax.Array  # before the updates
     target: jax.Array  # of the values
-    present: jax.Array | None  # which steps count; all if None
+    valid: jax.Array | None  # which steps count; all if None
 
 
 @config("ippo", many_agents=True)
@@ -196,14 +196,14 @@ class IPPO:
             )
             target = value + advantage
             if size:
-                size = size.updated(target, t.present)
+                size = size.updated(target, t.valid)
                 value, target = value / size.size, target / size.size
             return value, advantage, target, size
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
             b, carry = gather_minibatch(self, batch, chosen, dims), gather_carry(self, carry, chosen, dims)
-            advantage = standardize(b.advantage, b.present) if self.normalize_advantage == "minibatch" else b.advantage
+            advantage = standardize(b.advantage, b.valid) if self.normalize_advantage == "minibatch" else b.advantage
 
             def loss(params):
                 policy, value, _ = network.unroll(params, b.inputs, b.is_first, carry)
@@ -219,7 +219,7 @@ class IPPO:
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
             """Makes all updates of one network; returns its parameters, its optimizer state and the mean statistics."""
             if self.normalize_advantage == "batch":
-                batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+                batch = batch._replace(advantage=standardize(batch.advantage, batch.valid))
 
             def update(learned, chosen):
                 params, opt_state, divergence = learned
@@ -237,8 +237,8 @@ class IPPO:
             t = experience
             value, advantage, target, size = estimate_advantages(params, t, notes, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
-            present = t.present if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
-            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
+            valid = t.valid if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
+            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, valid)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ class PPO:
             minibatch, advantage, old_value, target = gather_minibatch(self, batch, chosen)
             carry = gather_carry(self, carry, chosen)
             if self.normalize_advantage == "minibatch":
-                advantage = standardize(advantage, minibatch.present)
+                advantage = standardize(advantage, minibatch.valid)
 
             def loss(params):
                 policy, value, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
@@ -187,7 +187,7 @@ class PPO:
                 env_state, obs, is_first, carry = before
                 action, log_prob, note, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, note, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)

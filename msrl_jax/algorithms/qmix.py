@@ -119,7 +119,7 @@ class QMIX:
 
         def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
             """Returns the values of joint actions `[...]` from those of the agents `[..., A]`; absent agents add nothing."""
-            return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+            return mixer.apply(params["mixer"], jnp.where(obs.valid, values, 0.0), obs.state)
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -203,7 +203,7 @@ class QMIX:
             params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, OffPolicyState, Metrics]:
             t = experience
-            obs, next_obs = view.join(t.obs, t.state, t.present), view.join(t.final_obs, t.final_state, ~t.terminated)
+            obs, next_obs = view.join(t.obs, t.state, t.valid), view.join(t.final_obs, t.final_state, ~t.terminated)
             items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
             replay = insert(rest.replay, rest.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
@@ -269,7 +269,7 @@ def agent_values(observation_space: Space, action_space: Discrete, num_agents: i
         obs = seen(joint)
         if shared:
             return one.step(params, obs, carry)
-        axis = joint.present.ndim - 1
+        axis = joint.valid.ndim - 1
         return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
 
     def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:

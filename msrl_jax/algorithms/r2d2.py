@@ -196,7 +196,7 @@ class R2D2:
                 env_state, obs, is_first, carry = before
                 action, carry, next_carry = explore(acting_params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -240,7 +240,7 @@ class SAC:
                 seen = actor_obs(obs)
                 action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -45,7 +45,7 @@ def buffer(
     """
     if dataset.has_agents:
         raise ValueError(
-            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), but a data "
+            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field valid), but a data "
             "set buffer needs a single agent; use data of a single-agent environment"
         )
     steps = len(dataset) // shards

@@ -23,7 +23,8 @@ from msrl_jax.envs.base import (
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import EpisodeMetrics
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
-from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
+from msrl_jax.envs.param_sources import advance_source, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
 
@@ -212,12 +213,12 @@ class JointObservation(NamedTuple):
     Attributes:
       obs: the observations of the agents. `[..., A, ...]`
       state: the global state; `()` if the team learns without it. `[..., S]` float32
-      present: which agents are still in the episode. `[..., A]` bool
+      valid: which agents are still in the episode. `[..., A]` bool
     """
 
     obs: PyTree
     state: jax.Array | tuple[()]
-    present: jax.Array
+    valid: jax.Array
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,12 @@ class TeamView(Wrapper):
         state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
         return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
 
-    def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
-        """Joins agents' observations `[..., A, ...]`, global states `[..., S]` and the mask of present agents `[..., A]`."""
-        return JointObservation(obs, state if self.central else (), present)
+    def join(self, obs: PyTree, state: jax.Array, valid: jax.Array) -> JointObservation:
+        """Joins agents' observations `[..., A, ...]`, global states `[..., S]` and the mask of valid agents `[..., A]`."""
+        return JointObservation(obs, state if self.central else (), valid)
 
     def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which uses neither the global state nor the mask."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
-        present = jnp.ones((num_envs, self.num_agents), bool)
-        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), present)
+        valid = jnp.ones((num_envs, self.num_agents), bool)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), valid)

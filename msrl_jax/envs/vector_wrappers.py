@@ -91,12 +91,12 @@ class EpisodeStatistics(VectorWrapper):
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""
         env_state, time_step = self.env.step(state.env_state, action)
-        ended, present = time_step.ended, time_step.present
+        ended, valid = time_step.ended, time_step.valid
         # An episode that is lost, i.e. truncated without an answer, does not count.
-        done = ended if present is None else ended & (present | time_step.terminated)
+        done = ended if valid is None else ended & (valid | time_step.terminated)
         reduced = episode_metrics.add(self, state.metrics, time_step.metrics, episode_metrics.answered(time_step))
         episode_return = state.episode_return + time_step.reward
-        episode_length = state.episode_length + (1 if present is None else present.astype(jnp.float32))
+        episode_length = state.episode_length + (1 if valid is None else valid.astype(jnp.float32))
         state = EpisodeStatisticsState(
             env_state,
             episode_return=jnp.where(ended, 0, episode_return),
@@ -264,10 +264,10 @@ class NormalizeReward(NormalizingWrapper):
 
 def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
     """The space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
-    if isinstance(space, spaces.Box):
-        return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(jax.tree.map(lambda part: normalized_space(part, clip), space.spaces))
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: normalized_space(part, clip) for name, part in space.spaces.items()})
-    raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")
+
+    def normalized(part: spaces.Discrete | spaces.Box) -> spaces.Box:
+        if not isinstance(part, spaces.Box):
+            raise ValueError(f"observations of {part} cannot be normalized; wrap the env in FlattenObservation first")
+        return spaces.Box(np.float32(-clip), np.float32(clip), part.shape)
+
+    return spaces.map_arrays(normalized, space)

@@ -245,7 +245,7 @@ class MuZero:
                 env_state, obs = loop
                 choice = search_actions(acting_params, obs, *inputs)
                 env_state, t = env_step(env_state, choice.action)
-                item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
                 return (env_state, t.obs), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

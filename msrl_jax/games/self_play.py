@@ -260,7 +260,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     ) -> tuple[Any, Players, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
-        seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "present", "final_obs")})
+        seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "valid", "final_obs")})
         params, kept, metrics = learner.learn(
             params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry, progress
         )

@@ -32,7 +32,7 @@ class Experience(NamedTuple):
     reward: jax.Array  # [T, E, A]
     terminated: jax.Array  # whether the agent has terminated, [T, E, A]
     truncated: jax.Array  # whether the episode was cut short, [T, E]
-    present: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
+    valid: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
     final_obs: Any  # the true next observations, before any reset, [T, E, A, ...]
     final_state: jax.Array  # their global states, [T, E, S]
 
@@ -121,7 +121,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     @fragment(role="env")
     def env_step(env_state, actions):
         env_state, t = venv.step(env_state, joint_action(actions))
-        own = {field: getattr(t, field) for field in ("reward", "terminated", "present", "final_obs")}
+        own = {field: getattr(t, field) for field in ("reward", "terminated", "valid", "final_obs")}
         shared = {"truncated": t.truncated, "final_state": t.final_state}
         outcome = {name: of_team(name, own) | shared for name in teams}
         return env_state, seen(t.obs, t.state, t.ended), outcome

@@ -104,6 +104,6 @@ def ppo_loss(
         "approx_kl": approximate_kl(log_ratio),
         "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
-    stats = {name: mean(x.astype(jnp.float32), taken.present) for name, x in stats.items()}
+    stats = {name: mean(x.astype(jnp.float32), taken.valid) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

@@ -9,7 +9,8 @@ import jax
 
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.passes.staleness import delay
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.state_layout import Delayed
 from msrl_jax.nonfinite.failure import FILE, Failure, save
 from msrl_jax.nonfinite.origin import Origin, find_origin
 from msrl_jax.run.evaluation.history import first_non_finite

@@ -289,9 +289,9 @@ def _replay(
             obs, next_obs = (relabelling.goals.replace(x, goal) for x in (obs, next_obs))
         return NStep(obs, action, reward, weight, next_obs)
 
-    def present(held: list[Any], at: Indices) -> jax.Array:
+    def valid(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window are valid, including those after the end of an episode."""
-        return ring.present(held, at, offsets(at)).all(0)
+        return ring.valid(held, at, offsets(at)).all(0)
 
     windowed = discount is None and ring.length > 1
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
@@ -316,7 +316,7 @@ def _replay(
         probability = whole(probability)
         weight = weigh(probability, fraction)
         if ring.may_be_absent:
-            weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
+            weight = jnp.where(whole(jax.vmap(valid)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
     def windows(state: ReplayState) -> jax.Array:

@@ -156,17 +156,17 @@ class Ring:
     @property
     def may_be_absent(self) -> bool:
         """Whether some stored steps may be invalid."""
-        return bool(self.stacks) or getattr(self.example, "present", None) is not None
+        return bool(self.stacks) or getattr(self.example, "valid", None) is not None
 
-    def present(self, held: list[Any], indices: Indices, offset: jax.Array) -> jax.Array:
+    def valid(self, held: list[Any], indices: Indices, offset: jax.Array) -> jax.Array:
         """Whether the steps `offset` `[..., b]` after `indices` `[b]` of a shard are valid and whole."""
         rows, envs = self._rows(indices, offset)
-        valid = jnp.ones(rows.shape, bool)
-        if getattr(self.example, "present", None) is not None:
-            valid = self.take(held, indices, offset, lambda item: item.present)
+        is_valid = jnp.ones(rows.shape, bool)
+        if getattr(self.example, "valid", None) is not None:
+            is_valid = self.take(held, indices, offset, lambda item: item.valid)
         for stacks in self.stacks:
-            valid &= stacks.remains(held[stacks.obs], rows, envs)
-        return valid
+            is_valid &= stacks.remains(held[stacks.obs], rows, envs)
+        return is_valid
 
     def _rows(self, indices: Indices, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = (indices.step + offset) % self.steps

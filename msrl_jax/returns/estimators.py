@@ -91,7 +91,7 @@ def vtrace(
     next_value: jax.Array,
     terminated: jax.Array,
     truncated: jax.Array,
-    present: jax.Array | None = None,
+    valid: jax.Array | None = None,
     *,
     discount: float,
     lambda_: float = 1.0,
@@ -112,7 +112,7 @@ def vtrace(
       next_value: values of the true successors, as in `gae`; within an episode, `value` one step later. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      present: mask of valid steps; all if None. The target of an invalid step is its value, and the step before it bootstraps
+      valid: mask of valid steps; all if None. The target of an invalid step is its value, and the step before it bootstraps
         from `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       lambda_: decay per step of a trace, in addition to the discount.
@@ -127,8 +127,8 @@ def vtrace(
     ratio = jnp.exp(log_ratio)
     ends = _ends(terminated, truncated)
     delta = jnp.minimum(clip_rho, ratio) * errors(reward, value, next_value, terminated, discount)
-    if present is not None:
-        delta, ends = jnp.where(present, delta, 0.0), ends | ~present
+    if valid is not None:
+        delta, ends = jnp.where(valid, delta, 0.0), ends | ~valid
     correction = backward_sums(delta, jnp.where(ends, 0.0, discount * lambda_ * jnp.minimum(clip_c, ratio)))
     after = jnp.concatenate([correction[1:], correction[-1:]])
     next_target = next_value + jnp.where(ends, 0.0, after)

@@ -203,7 +203,7 @@ def test_absent_agents_count_for_nothing():
     def loss(keep, counts):
         value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
         action = jnp.asarray(np.arange(12)[keep] % 3)
-        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, present=counts)
+        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, valid=counts)
         advantage = standardize(advantage, counts)
         policy = Categorical(jnp.asarray(logits[keep]))
         return ppo_loss(config, policy, value, taken, advantage, old_value, target)

@@ -93,9 +93,9 @@ def test_steps_without_an_answer_do_not_count():
 
         def step(self, state, action):
             x = self.values[state]
-            present, over = ~jnp.isnan(x), jnp.full(2, state == 3)
+            valid, over = ~jnp.isnan(x), jnp.full(2, state == 3)
             late = over & jnp.array([False, True])
-            t = envs.TimeStep(x, jnp.zeros(2), late, over & ~late, x, present, metrics=jnp.stack([x] * 4, 1))
+            t = envs.TimeStep(x, jnp.zeros(2), late, over & ~late, x, valid, metrics=jnp.stack([x] * 4, 1))
             return state + 1, t
 
         def pop_episodes(self, state):

@@ -53,7 +53,7 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
         reward = np.where(absent, 0, actions[t] + 1)
         episode += reward
         np.testing.assert_array_equal(steps.reward[t], reward)
-        np.testing.assert_array_equal(steps.present[t], [~absent] * 2)
+        np.testing.assert_array_equal(steps.valid[t], [~absent] * 2)
         gone = absent | (time == leave)
         np.testing.assert_array_equal(steps.terminated[t], [gone] * 2)
         truncated = time == limit

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax import envs
 from msrl_jax.envs import param_distributions
-from msrl_jax.envs.params import means
+from msrl_jax.envs.param_sources import means
 from tests.support.compiled import exchanges
 from tests.support.leaving import Leaving
 from tests.support.slow import mostly_slow

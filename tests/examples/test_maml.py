@@ -74,9 +74,9 @@ def drawn(policy, key, params, tasks, rollouts, steps):
     obs = jax.random.normal(keys[0], (*shape, 2))
     mean, log_deviation = policy.apply(params, obs)
     action = mean + jnp.exp(log_deviation) * jax.random.normal(keys[1], (*shape, 2))
-    present = jnp.ones(shape, bool).at[2:, :, -1].set(False)
+    valid = jnp.ones(shape, bool).at[2:, :, -1].set(False)
     log_prob = example.log_prob((mean, log_deviation), action)
-    return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), present)
+    return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), valid)
 
 
 def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
@@ -95,12 +95,12 @@ def test_steps_after_the_end_of_an_episode_count_for_nothing():
     policy = example.Gaussian(2, (5,))
     params = policy.init(jax.random.key(0), jnp.zeros(2))
     before, after = (drawn(policy, jax.random.key(seed), params, 3, 4, 5) for seed in (1, 2))
-    assert not before.present.all()
+    assert not before.valid.all()
 
     @jax.jit
     def gradient(change):
         other = [
-            x._replace(obs=jnp.where(x.present[..., None], x.obs, x.obs + change), advantage=x.advantage + change * ~x.present)
+            x._replace(obs=jnp.where(x.valid[..., None], x.obs, x.obs + change), advantage=x.advantage + change * ~x.valid)
             for x in (before, after)
         ]
         return jax.grad(lambda params: example.meta_loss(policy.apply, params, *other, 0.3, 0.2))(params)
@@ -111,16 +111,16 @@ def test_steps_after_the_end_of_an_episode_count_for_nothing():
 def test_advantages_are_returns_to_go_less_a_ridge_regression_on_place_and_time():
     rng = np.random.default_rng(0)
     obs, reward = rng.normal(size=(6, 5, 2)), rng.normal(size=(6, 5))
-    present = np.arange(6)[:, None] < np.array([6, 6, 3, 1, 6])
-    reward *= present
-    returns = sum(0.9**k * np.vstack([reward[k:], np.zeros((k, 5))]) for k in range(6))[present]
+    valid = np.arange(6)[:, None] < np.array([6, 6, 3, 1, 6])
+    reward *= valid
+    returns = sum(0.9**k * np.vstack([reward[k:], np.zeros((k, 5))]) for k in range(6))[valid]
     time = np.broadcast_to(np.arange(6)[:, None, None] / 6, (6, 5, 1))
-    x = np.concatenate([time**0, time, time**2, time**3, obs, obs**2], -1)[present]
-    ridge = np.sqrt(1e-3 * present.sum()) * np.eye(8)
+    x = np.concatenate([time**0, time, time**2, time**3, obs, obs**2], -1)[valid]
+    ridge = np.sqrt(1e-3 * valid.sum()) * np.eye(8)
     weights = np.linalg.lstsq(np.vstack([x, ridge]), np.append(returns, np.zeros(8)), rcond=None)[0]
     rest = returns - x @ weights
-    found = jax.jit(example.advantages)(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(present), 0.9)
-    np.testing.assert_allclose(found[present], (rest - rest.mean()) / rest.std(), rtol=1e-3, atol=1e-4)
+    found = jax.jit(example.advantages)(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(valid), 0.9)
+    np.testing.assert_allclose(found[valid], (rest - rest.mean()) / rest.std(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_point_moves_by_at_most_a_tenth_and_ends_near_its_goal():

@@ -13,7 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.agents.transformations import counted
-from msrl_jax.envs.params import changed, find_source
+from msrl_jax.envs.param_sources import changed, find_source
 from msrl_jax.run import Result
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from tests.support.runs import assert_same_run, stop_after

@@ -16,7 +16,7 @@ from msrl_jax.fragments.codecs import Codec, get
 from msrl_jax.fragments.graph.build import inlined
 from msrl_jax.fragments.graph.nodes import Graph, Measured, Node, Region
 from msrl_jax.fragments.passes.instructions import Check, Packed
-from msrl_jax.fragments.passes.partition import Partition
+from msrl_jax.fragments.passes.placing import Partition
 from msrl_jax.fragments.placement import Edge, Layout, Placement
 
 

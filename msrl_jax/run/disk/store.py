@@ -20,7 +20,8 @@ from msrl_jax.configs.fields import is_deferred, tunable_fields, value_of
 from msrl_jax.data.experience import attached, detached, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.state_layout import Delayed
 from msrl_jax.registry import resolve
 from msrl_jax.run import processes
 from msrl_jax.run.disk import checkpoint, folder

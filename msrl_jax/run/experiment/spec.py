@@ -20,7 +20,8 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
-from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_source, randomized, source_of
+from msrl_jax.envs.param_sources import find_source, source_of
+from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -252,7 +253,7 @@ class Experiment:
         program = compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )
-        program.check_memory()
+        program.state.check_memory()
         return program
 
     def record(self, steps: int) -> "Experiment":

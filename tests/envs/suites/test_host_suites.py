@@ -60,9 +60,9 @@ def test_steps_are_those_of_envpool(task):
     for action in actions:
         steps, outcome = sim(seeds, steps, action)
         played.append(outcome)
-    obs, reward, terminated, truncated, final_obs, present, *metrics = jax.tree.map(lambda *x: np.stack(x), *played)
+    obs, reward, terminated, truncated, final_obs, valid, *metrics = jax.tree.map(lambda *x: np.stack(x), *played)
     assert len(metrics) == (task in METRICS)
-    assert present.all() and (terminated | truncated).any()
+    assert valid.all() and (terminated | truncated).any()
     for e in range(2):
         theirs, begun, dtype = pool(task, int(seeds[e]), **TASKS[task])
         same(env._observed(begun), jax.tree.map(lambda x, e=e: x[e : e + 1], first))
