@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.agents.optimizers import KL
-from msrl_jax.configs.fields import all_fields, tunable_fields, value_of
+from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_call
 

@@ -15,6 +15,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.checking import is_constant
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -27,7 +28,6 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.fields import is_constant
 from msrl_jax.configs.options import C51, TQC, Expected, Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions

@@ -6,7 +6,9 @@ In the shape descriptions, `E` denotes the number of environments.
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.fields import Codec, Tunable, TunableOrNone, field, option, tunable
+from msrl_jax.configs.choices import option
+from msrl_jax.configs.config import Codec
+from msrl_jax.configs.fields import Tunable, TunableOrNone, field, tunable
 from msrl_jax.fragments.counters import Counter, fraction
 from msrl_jax.replay.relabelling import Strategy
 

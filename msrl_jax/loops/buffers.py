@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import data, replay
-from msrl_jax.configs.fields import check_unused
+from msrl_jax.configs.checking import check_unused
 from msrl_jax.data import Dataset
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.envs import Environment, TeamView

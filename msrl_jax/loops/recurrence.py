@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.fields import check_unused
+from msrl_jax.configs.checking import check_unused
 from msrl_jax.envs import Space
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax._compat import used_inputs
-from msrl_jax.configs.fields import MADE, has_arrays
+from msrl_jax.configs.deferred import MADE, has_arrays
 from msrl_jax.fragments.support import naming
 from msrl_jax.networks.layers import CustomNetworks, Network
 

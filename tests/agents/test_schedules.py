@@ -50,7 +50,7 @@ def test_a_cosine_with_a_warmup_is_that_of_optax():
 @pytest.fixture
 def echo(monkeypatch):
     """An algorithm that reports its numbers, and acts with them."""
-    monkeypatch.setattr(sys.modules[config.__module__], "ALGORITHMS", {})
+    monkeypatch.setattr(sys.modules[config.__module__], "DECLARED", {})
 
     @config("echo")
     class Echo:

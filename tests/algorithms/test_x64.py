@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.base import to_32_bit
 from msrl_jax.losses import critics
 from msrl_jax.run.prepare import make_experiment
