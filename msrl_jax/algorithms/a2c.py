@@ -39,9 +39,10 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
-from msrl_jax.losses.policy_gradient import policy_gradient_loss, value_loss
+from msrl_jax.losses.policy_gradient import policy_gradient_loss
+from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.advantages import mean
 
 

@@ -41,7 +41,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import Trajectory
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 
 class A3CState(NamedTuple):

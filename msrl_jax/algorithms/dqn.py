@@ -25,20 +25,9 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.options import (
-    C51,
-    IQN,
-    QR,
-    Annealed,
-    Double,
-    Expected,
-    Greedy,
-    Hindsight,
-    Munchausen,
-    PerEnv,
-    Prioritized,
-    Replay,
-)
+from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.predictions import C51, IQN, QR, Double, Expected, Greedy, Munchausen
+from msrl_jax.configs.replay_options import Hindsight, Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
@@ -59,15 +48,10 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.losses.distributional import (
-    categorical_loss,
-    categorical_projection,
-    check_support,
-    quantile_huber_loss,
-    value_error,
-)
-from msrl_jax.networks.layers import make_torso
+from msrl_jax.losses.distributional import categorical_loss, categorical_projection, check_support, quantile_huber_loss
+from msrl_jax.losses.values import value_error
 from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, q_network
+from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep, Transition
 
 

@@ -43,12 +43,13 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
-from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
+from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss
+from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
 from msrl_jax.returns.advantages import mean, standardize
-from msrl_jax.returns.estimators import vtrace
+from msrl_jax.returns.off_policy import vtrace
 
 
 class IMPALAState(NamedTuple):

@@ -46,8 +46,9 @@ from msrl_jax.loops.trajectory import next_values
 from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import ActorCritic, actor_critic, values
 from msrl_jax.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.networks.layers import Torso, head, reset_carry
 from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.torso import Torso, head
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae, standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 

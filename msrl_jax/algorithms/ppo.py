@@ -45,7 +45,7 @@ from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_m
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.advantages import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 

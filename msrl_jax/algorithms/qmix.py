@@ -31,15 +31,14 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.options import Annealed, PerEnv, Replay
+from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.loops.buffers import sequence_buffer
-from msrl_jax.loops.recurrence import replay_values, successors
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -53,10 +52,13 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
+from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.networks.layers import Carry, Network, dense, reset_carry
+from msrl_jax.networks.layers import dense
+from msrl_jax.networks.network import Network
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
 

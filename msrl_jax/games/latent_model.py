@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.networks.layers import CustomNetworks, Torso, dense
+from msrl_jax.networks.layers import dense
+from msrl_jax.networks.network import CustomNetworks
+from msrl_jax.networks.torso import Torso
 
 
 class _Model(nn.Module):

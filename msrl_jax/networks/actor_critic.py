@@ -15,9 +15,10 @@ from msrl_jax.envs.privileged import are_privileged, with_privileged_of
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.networks.distributions import Distribution, check_policy_space, choose, has_scale
-from msrl_jax.networks.layers import Carry, flatten, make_torsos, unflatten
 from msrl_jax.networks.policy_and_value import policy_and_value
 from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.torso import make_torsos
+from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
 
 class ActorCritic(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import Discrete, Space
-from msrl_jax.networks.layers import CustomNetworks, Network
+from msrl_jax.networks.network import CustomNetworks, Network
 from msrl_jax.networks.policies import taken_value
 
 

@@ -23,10 +23,12 @@ from flax import linen as nn
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.networks.cells import CELLS, stepwise
-from msrl_jax.networks.layers import Carry, Core, Network, reset_carry
+from msrl_jax.networks.core import Core
 from msrl_jax.networks.linear_recurrence import lru, min_gru
 from msrl_jax.networks.modules import check_gradients, is_name
+from msrl_jax.networks.network import Network
 from msrl_jax.networks.transformer import gtrxl
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 _NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
 _NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}

@@ -15,7 +15,8 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.networks.layers import Network, Seen, Torso, head, make_torsos
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import Seen, Torso, head, make_torsos
 
 
 @jax.tree_util.register_dataclass

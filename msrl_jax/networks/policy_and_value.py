@@ -17,7 +17,7 @@ from msrl_jax.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.networks.layers import AsymmetricTorso, Torso, head
+from msrl_jax.networks.torso import AsymmetricTorso, Torso, head
 
 
 class _Module(nn.Module):

@@ -11,7 +11,9 @@ from flax import linen as nn
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import Counter, at_least
-from msrl_jax.networks.layers import ACTIVATIONS, Network, Torso, dense, head, hidden
+from msrl_jax.networks.layers import ACTIVATIONS, dense, hidden
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import Torso, head
 
 
 class _Values(nn.Module):

@@ -14,7 +14,9 @@ import numpy as np
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
-from msrl_jax.networks.layers import AsymmetricTorso, Carry, CustomNetworks, Torso, flatten, make_torsos, unflatten
+from msrl_jax.networks.network import CustomNetworks
+from msrl_jax.networks.torso import AsymmetricTorso, Torso, make_torsos
+from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
 
 class RecurrentNetwork(NamedTuple):

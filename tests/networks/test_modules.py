@@ -9,8 +9,8 @@ from flax import linen, nnx
 
 import msrl_jax as msrl
 from msrl_jax.envs import Box, Dict
-from msrl_jax.networks.layers import make_torso
 from msrl_jax.networks.modules import as_network
+from msrl_jax.networks.torso import make_torso
 from tests.support import modules
 
 KEY = jax.random.key(3)

@@ -1,40 +1,7 @@
-"""Options of off-policy algorithms: exploration, predictions, targets and replay.
-
-In the shape descriptions, `E` denotes the number of environments.
-"""
-
-import jax
-import jax.numpy as jnp
+"""Options for what critics predict of a return, and for the targets of their predictions."""
 
 from msrl_jax.configs.choices import option
-from msrl_jax.configs.config import Codec
-from msrl_jax.configs.fields import Tunable, TunableOrNone, field, tunable
-from msrl_jax.fragments.counters import Counter, fraction
-from msrl_jax.replay.relabelling import Strategy
-
-
-@option
-class Annealed:
-    """Epsilon falls linearly from 1 over the first steps."""
-
-    steps: int = field(default=10_000, doc="environment steps until epsilon is final. Usual: a tenth of the run.")
-    final: Tunable = tunable(default=0.05, low=0, high=1, doc="epsilon after these steps. Usual: 0.01 to 0.1.")
-
-    def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
-        """Returns the probability of random actions after `steps`. `[]`"""
-        left = 1 - fraction(steps, 1, self.steps)  # a fraction, because a count may overflow
-        return (1.0 - self.final) * left + self.final
-
-
-@option
-class PerEnv:
-    """Epsilon is constant, with a different value in every environment (Horgan et al., 2018, arXiv 1803.00933)."""
-
-    base: Tunable = tunable(default=0.4, low=0, high=1, doc="environment `i` has `base ** (1 + 7i/(E - 1))`. Usual: 0.4.")
-
-    def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
-        """Returns the probabilities of random actions. `[E]`"""
-        return self.base ** (1 + 7 * jnp.arange(num_envs) / max(num_envs - 1, 1))
+from msrl_jax.configs.config import Tunable, TunableOrNone, field, tunable
 
 
 @option
@@ -112,33 +79,3 @@ class Munchausen:
     scale: Tunable = tunable(default=0.9, low=0, high=1, doc="weight of the log-policies. Usual: 0.9.")
     temperature: Tunable = tunable(default=0.03, above=0, doc="of the policy, in units of values. Usual: 0.03.")
     clip: Tunable = tunable(default=-1.0, high=0, doc="smallest log-policy times temperature. Usual: -1.")
-
-
-@option
-class Prioritized:
-    """Samples steps with larger TD errors more often (Schaul et al., 2016, arXiv 1511.05952)."""
-
-    alpha: Tunable = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
-    beta: TunableOrNone = tunable(
-        default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
-    )
-
-
-@option
-class Replay:
-    """A buffer of steps, from which batches are sampled."""
-
-    capacity: int = field(default=20_000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
-    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
-    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
-    priorities: Prioritized | None = field(default=None, doc="whether larger TD errors are drawn more often. Usual: None.")
-
-
-@option
-class Hindsight:
-    """Replaces the goals of some sampled steps with goals achieved later (HER, Andrychowicz et al., 2017, arXiv 1707.01495)."""
-
-    share: float = field(default=0.8, above=0, high=1, doc="share of sampled steps with such goals. Usual: 0.8.")
-    by: Strategy = field(default="future", doc='"future", "final", "episode" or "geometric" goal. Usual: "future".')
