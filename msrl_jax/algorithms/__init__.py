@@ -44,7 +44,7 @@ from msrl_jax.configs.predictions import Munchausen as Munchausen
 from msrl_jax.configs.replay_options import Hindsight as Hindsight
 from msrl_jax.configs.replay_options import Prioritized as Prioritized
 from msrl_jax.configs.replay_options import Replay as Replay
-from msrl_jax.networks.network import CustomNetworks as CustomNetworks
+from msrl_jax.networks.custom import CustomNetworks as CustomNetworks
 from msrl_jax.registry.copying import copy as copy
 from msrl_jax.registry.lookup import get as get
 from msrl_jax.registry.lookup import make as make

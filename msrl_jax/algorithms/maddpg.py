@@ -43,7 +43,7 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -56,6 +56,7 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.loops.window_buffer import window_buffer
 from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.policies import linear_network, make_actor
 from msrl_jax.replay import Transition

@@ -34,7 +34,7 @@ from msrl_jax.envs.masks import mask_of
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
 from msrl_jax.loops.recurrence import (
     check_core,

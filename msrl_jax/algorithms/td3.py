@@ -35,7 +35,7 @@ from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
 from msrl_jax.loops.recurrence import (
     check_core,

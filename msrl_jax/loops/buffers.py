@@ -1,32 +1,19 @@
 """Makes the replay buffer of n-step transitions of a config, which may mix the run's own experience with a data set."""
 
 import math
-import os
 from typing import Any
 
 from msrl_jax import data
-from msrl_jax.configs.checking import check_unused
-from msrl_jax.data import Dataset
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.fragments.support.checks import shown
 from msrl_jax.loops.window_buffer import window_buffer
 from msrl_jax.replay import Relabelling, ReplayBuffer
 from msrl_jax.replay.buffers import storage_of
 from msrl_jax.replay.mixed import mix
-
-
-def check_data(config: Any) -> None:
-    """Raises ValueError unless `data` is a path or a data set; without data, `data_fraction` must have its default."""
-    name, source = type(config).__name__, config.data
-    if not isinstance(source, str | os.PathLike | Dataset | None):
-        raise ValueError(f"{name}.data={shown(source)}: use the path of a data set, or a msrl_jax.data.Dataset")
-    if source is None:
-        check_unused(config, ("data_fraction",), "without a data set; give data='experience.npz'")
 
 
 def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.agents.optimizers import KL, AdaptiveRate, is_own, is_rate_state
+from msrl_jax.agents.adaptive_rate import KL, adapted, adaptive_rate
+from msrl_jax.agents.optimizers import is_own
 
 
 class Divergence(NamedTuple):
@@ -68,18 +69,8 @@ def apply_gradients(
     return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
 
 
-def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
-    """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
-
-    Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
-    half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing, nor does nan.
-    """
-
-    def new(state: Any) -> Any:
-        if not is_rate_state(state):
-            return state
-        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
-        is_small = (kl > 0) & (kl < target.target / 2)
-        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
-
-    return jax.tree.map(new, opt_state, is_leaf=is_rate_state)
+def learning_rate_metric(learning_rate: jax.Array | None, opt_state: Any) -> dict[str, jax.Array]:
+    """Returns the metric `learning_rate`, fixed or adaptive; an empty dict if the optimizer has its own learning rate."""
+    if (rate := adaptive_rate(opt_state)) is not None:
+        return {"learning_rate": rate.mean()}  # over networks, if each has one
+    return {} if learning_rate is None else {"learning_rate": learning_rate}

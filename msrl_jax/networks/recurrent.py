@@ -14,7 +14,6 @@ import numpy as np
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
-from msrl_jax.networks.network import CustomNetworks
 from msrl_jax.networks.torso import AsymmetricTorso, Torso, make_torsos
 from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
@@ -43,7 +42,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     torso = torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos
     if config.core == "none":
         return _feed_forward(observation_space, make_heads(torso))
-    if isinstance(torso.network, CustomNetworks):
+    if torso.is_whole:
         raise ValueError("network=CustomNetworks(...) has no place for a core; give a module of features")
     if isinstance(config.core, str):
         raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")

@@ -13,8 +13,8 @@ from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.networks.layers import ACTIVATIONS, Activate, dense, hidden
-from msrl_jax.networks.network import CustomNetworks, Network
 
+Part = Literal["actor", "critic", "value"]
 Encoder = Callable[[Space, Any, Activate], jax.Array]
 """Maps observations `[..., *observation_shape]` of a space to features `[..., F]`, with layers of the calling module."""
 
@@ -32,64 +32,61 @@ def _residual(x: jax.Array, activation: Activate, sizes: tuple[int, ...]) -> jax
 
 
 class Torso(nn.Module):
-    """Computes features of observations: convolutions for images, then dense layers; or a custom network."""
+    """Computes features of observations: convolutions for images, then dense layers."""
 
     observation_space: Space  # of one observation; images [H, W, C] with convolutions
     hidden_sizes: tuple[int, ...]  # widths of the dense layers
     activation: str  # a key of `ACTIVATIONS`
     kind: Literal["mlp", "cnn", "impala_cnn", "simba"] = "mlp"
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
-    # (key, obs [B, ...]) -> params and (params, obs [B, ...]) -> features [B, F]; dense layers follow if actions are inputs
-    network: Network | CustomNetworks | None = None
-    is_whole: bool = False  # whether the network is from a `CustomNetworks`, so that no head follows
     # its inputs from a `PrivilegedObservation`; "both": the privileged state, with the observation passed as an action
     input_part: Literal["obs", "privileged_state", "both"] = "obs"
     batch_norm: bool = False  # whether to normalize the dense layers' inputs and outputs
 
-    def of(self, part: Literal["actor", "critic", "value"]) -> "Torso":
-        """Returns the torso of a part: this one, except with `CustomNetworks`."""
-        if not isinstance(self.network, CustomNetworks):
-            return self
-        if (network := getattr(self.network, part)) is None:
-            raise ValueError(f"network=CustomNetworks(...) has no {part}, which this algorithm needs; give {part}=...")
-        return self.clone(network=network, is_whole=True)
+    is_whole = False
+    """Whether its outputs are those of a head already."""
+
+    def of(self, part: Part) -> "Torso":
+        """Returns the torso of a part: this one, if it is the same for all."""
+        return self
 
     @property
     def is_batched(self) -> bool:
         """Whether it takes observations with exactly one leading dimension."""
-        return self.kind in IMAGE_ENCODERS or self.network is not None
+        return self.kind in IMAGE_ENCODERS
 
     @property
     def num_features(self) -> int:
         """Returns the number of features, `F`."""
-        if self.network is None:
-            return self.hidden_sizes[-1]
-        assert isinstance(self.network, Network)
-        example = spaces.zeros(self.observation_space)
-        params = jax.eval_shape(self.network.init, jax.random.key(0), example)
-        return jax.eval_shape(self.network.apply, params, example).shape[-1]
+        return self.hidden_sizes[-1]
+
+    @nn.nowrap
+    def head(self, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
+        """Makes the output layer that follows, a `dense` layer."""
+        return dense(size, scale, name)
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to features `[..., F]`."""
+        obs, action = self._inputs(obs, action)
+        if self.is_batched:
+            return self._layers(IMAGE_ENCODERS[self.kind](self.observation_space, obs, ACTIVATIONS[self.activation]), action)
+        return self._layers(spaces.flatten(self.observation_space, obs), action)
+
+    def _inputs(self, obs: Any, action: jax.Array | None) -> tuple[Any, jax.Array | None]:
+        """Returns the observations or the privileged state that the torso sees, and the actions."""
         obs = unmasked(obs)
-        if isinstance(obs, PrivilegedObservation):
-            if self.input_part == "both":
-                action = obs.obs if action is None else jnp.concatenate([obs.obs, action], axis=-1)
-            obs = obs.obs if self.input_part == "obs" else obs.privileged_state
-        activation = ACTIVATIONS[self.activation]
-        if self.is_whole:
-            return self._outputs(obs) if action is None else self._outputs(obs, action)
-        if self.network is not None:
-            x = self._outputs(obs)
-            if action is None:
-                return x
-        elif self.kind in IMAGE_ENCODERS:
-            x = IMAGE_ENCODERS[self.kind](self.observation_space, obs, activation)
-        else:
-            x = spaces.flatten(self.observation_space, obs)
+        if not isinstance(obs, PrivilegedObservation):
+            return obs, action
+        if self.input_part == "both":
+            action = obs.obs if action is None else jnp.concatenate([obs.obs, action], axis=-1)
+        return obs.obs if self.input_part == "obs" else obs.privileged_state, action
+
+    def _layers(self, x: jax.Array, action: jax.Array | None) -> jax.Array:
+        """Applies the dense layers to vectors `[..., N]` and actions `[..., D]`."""
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
+        activation = ACTIVATIONS[self.activation]
         if self.kind == "simba":
             return _residual(x, activation, self.hidden_sizes)
         x = self._normalized(x)
@@ -104,15 +101,6 @@ class Torso(nn.Module):
         given = not self.is_mutable_collection("batch_stats")
         return nn.BatchNorm(given, momentum=0.0, epsilon=1e-3, use_fast_variance=False)(x)
 
-    def _outputs(self, obs: Any, *action: jax.Array) -> jax.Array:
-        assert isinstance(self.network, Network)
-        example = spaces.zeros(self.observation_space)
-        params = self.param("module", self.network.init, example, *(jnp.zeros((1, a.shape[-1]), jnp.float32) for a in action))
-        first, one = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
-        batch = first.shape[: first.ndim - one.ndim + 1]
-        x = self.network.apply(params, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (obs, *action)))
-        return x.reshape(*batch, x.shape[-1])
-
 
 class AsymmetricTorso(NamedTuple):
     """The torsos of an actor, and of critics that see a privileged state instead of the observation."""
@@ -120,26 +108,13 @@ class AsymmetricTorso(NamedTuple):
     actor: Torso
     critic: Torso
 
-    def of(self, part: Literal["actor", "critic", "value"]) -> Torso:
+    def of(self, part: Part) -> Torso:
         """Returns the torso of a part."""
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
 Seen = Space | Torso | AsymmetricTorso
 """What a network sees: observations of a space; or what torsos see that are made."""
-
-
-def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:
-    """Makes the output layer after a torso, a `dense` layer; the identity after a network that has its own."""
-    if not torso.is_whole:
-        return dense(size, scale, name)
-
-    def check(outputs: jax.Array) -> jax.Array:
-        if outputs.shape[-1] != size:
-            raise ValueError(f"network=CustomNetworks(...): one returns {outputs.shape[-1]} numbers where {size} are needed")
-        return outputs
-
-    return check
 
 
 def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:
@@ -156,17 +131,15 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
     """Makes the torso of a config.
 
     Raises:
-      TypeError: if the network is neither a name nor an object with the functions `init` and `apply`.
+      TypeError: if the network is an object that `algorithms.build` has not resolved.
       ValueError: if a convolution gets observations that are not images of at least 3x3, or if "simba" blocks differ in width.
     """
-    network, sizes, layer_norm = config.network, config.hidden_sizes, config.layer_norm
-    if isinstance(network, CustomNetworks):
-        return Torso(observation_space, sizes, config.activation, network=network)
+    network, sizes = config.network, config.hidden_sizes
     if not isinstance(network, str):
-        if not all(callable(getattr(network, function, None)) for function in ("init", "apply")):
-            raise TypeError(f"network={shown(network)} has no init and apply; networks.modules.as_network makes such a pair")
-        network = Network(network.init, network.apply)
-        return Torso(observation_space, sizes, config.activation, layer_norm=layer_norm, network=network)
+        if not hasattr(network, "torso"):
+            made_by = "msrl_jax.algorithms.build(config, env), or networks.modules.as_network, makes one of it"
+            raise TypeError(f"network={shown(network)} is no network yet; {made_by}")
+        return network.torso(observation_space, config)
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     kind: Any = ("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network
     if kind in IMAGE_ENCODERS and (len(shape) != 3 or min(shape[:2]) < 3):
@@ -176,4 +149,4 @@ def make_torso(observation_space: Space, config: Any) -> Torso:
         )
     if kind == "simba" and len(set(sizes)) > 1:
         raise ValueError(f"hidden_sizes={sizes}: the blocks of network='simba' have one width; use {sizes[:1] * len(sizes)}")
-    return Torso(observation_space, sizes, config.activation, kind, layer_norm)
+    return Torso(observation_space, sizes, config.activation, kind, config.layer_norm)

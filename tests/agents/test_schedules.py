@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.agents.adaptive_rate import AdaptiveRate, adapted, adaptive_rate
 from msrl_jax.agents.agent import Agent, Progress, innermost
-from msrl_jax.agents.optimizers import AdaptiveRate, adaptive_rate, make_optimizer
+from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.schedules import read, read_kl
 from msrl_jax.algorithms import DQN, PPO, build, counted
 from msrl_jax.configs.config import config, tunable
 from msrl_jax.fragments.counters import counter
-from msrl_jax.loops.divergence import adapted, apply_gradients, no_divergence, update_divergence
+from msrl_jax.loops.divergence import apply_gradients, no_divergence, update_divergence
 from msrl_jax.registry import resolve
 from tests.support.transformations import halving
 

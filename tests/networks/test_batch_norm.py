@@ -7,8 +7,8 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import counted
+from msrl_jax.networks.custom import CustomNetworks
 from msrl_jax.networks.modules import as_network
-from msrl_jax.networks.network import CustomNetworks
 from tests.support.compiled import collectives
 from tests.support.modules import FORMS, Head
 from tests.support.off_policy import (

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from msrl_jax.networks.custom import CustomNetworks
 from msrl_jax.networks.modules import as_network
-from msrl_jax.networks.network import CustomNetworks
 from tests.support import transformations
 from tests.support.modules import FORMS, Fading, Head
 
