@@ -30,29 +30,26 @@ class KL:
             lambda updates, state, params=None: (jax.tree.map(lambda u: state.rate * u, updates), state),  # type: ignore[arg-type]
         )
 
+    def adapted(self, opt_state: Any, kl: jax.Array) -> Any:
+        """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
 
-def adaptive_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the adaptive learning rate in an optimizer state; None if the rate does not adapt."""
-    return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=is_rate_state) if is_rate_state(x)), None)
+        Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
+        half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 or nan changes nothing.
+        """
+
+        def new(state: Any) -> Any:
+            if not _is_rate(state):
+                return state
+            slower, faster = jnp.maximum(state.rate / 1.5, self.low), jnp.minimum(state.rate * 1.5, self.high)
+            is_small = (kl > 0) & (kl < self.target / 2)
+            return AdaptiveRate(jnp.where(kl > self.target * 2, slower, jnp.where(is_small, faster, state.rate)))
+
+        return jax.tree.map(new, opt_state, is_leaf=_is_rate)
+
+    def rate_in(self, opt_state: Any) -> jax.Array:
+        """Returns the learning rate in an optimizer state."""
+        return next(x.rate for x in jax.tree.leaves(opt_state, is_leaf=_is_rate) if _is_rate(x))
 
 
-def is_rate_state(state: Any) -> bool:
-    """Whether a part of an optimizer state is an adaptive learning rate."""
+def _is_rate(state: Any) -> bool:
     return isinstance(state, AdaptiveRate)
-
-
-def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
-    """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
-
-    Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
-    half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing, nor does nan.
-    """
-
-    def new(state: Any) -> Any:
-        if not is_rate_state(state):
-            return state
-        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
-        is_small = (kl > 0) & (kl < target.target / 2)
-        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
-
-    return jax.tree.map(new, opt_state, is_leaf=is_rate_state)

@@ -7,7 +7,7 @@ A tunable field takes a number, or
     a function         from the progress, a scalar array from 0 to 1, to a number; or its MODULE:NAME
 
 A text may end with `,warmup=SHARE`: the number first rises linearly from 0 over that share of the run. A learning rate
-`kl:TARGET` is not a schedule: it adapts to the updates (`adaptive_rate.adapted`).
+`kl:TARGET` is not a schedule: it adapts to the updates (`adaptive_rate.KL`).
 """
 
 import dataclasses

@@ -243,7 +243,8 @@ class IPPO:
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | learning_rate_metric(learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, stats) | learning_rate_metric(self, learning_rate, opt_state)
+            return params, opt_state, key, size, metrics
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress

@@ -179,7 +179,7 @@ class PPO:
 
             learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
             params, opt_state, _ = learned
-            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, size, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:

@@ -14,9 +14,9 @@ from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import are_privileged, with_privileged_of
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.kernels.time import truncated_values
+from msrl_jax.networks.core import core_of
 from msrl_jax.networks.distributions import Distribution, check_policy_space, choose, has_scale
 from msrl_jax.networks.policy_and_value import policy_and_value
-from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.torso import make_torsos
 from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
@@ -48,7 +48,7 @@ def actor_critic(config: Any, observation_space: Space, action_space: Space) -> 
         return _feed_forward(config, observation_space, action_space)
     shared = config.shared_torso or not are_privileged(observation_space)
     heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)  # noqa: E731
-    network = recurrent_network(observation_space, heads, config)
+    network = core_of(config).network(observation_space, heads, config)
 
     def act(params: Any, obs: Any, carry: Carry) -> tuple[Distribution, Any, Carry]:
         (policy, value_input), carry = network.step(params, obs, carry)

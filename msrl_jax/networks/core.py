@@ -1,4 +1,4 @@
-"""The interface of recurrent cores."""
+"""The interface of recurrent cores, and the core of a config."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,3 +19,10 @@ class Core(NamedTuple):
     # [T, E, H]); clears the carry before the first step of every episode
     unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[jax.Array, Carry]]
     num_outputs: int  # `F`
+
+
+def core_of(config: Any) -> Any:
+    """Returns the `RecurrentCore` of a config; raises ValueError if `algorithms.build` has not made it yet."""
+    if isinstance(config.core, str):
+        raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")
+    return config.core
