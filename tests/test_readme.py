@@ -22,10 +22,10 @@ from msrl_jax import cli, envs
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Outcome
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.config import ALGORITHMS as REGISTRY
-from msrl_jax.configs.fields import tunable_fields
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
+from msrl_jax.registry.table import ALGORITHMS as REGISTRY
 from msrl_jax.run import Experiment, recipes
 from tests.support import processes
 

@@ -4,13 +4,15 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from unittest import mock
 
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _rooms
 from msrl_jax._rooms import Registry, added
-from msrl_jax.configs.config import ALGORITHMS, config, field
+from msrl_jax.configs.config import DECLARED, config, field
+from msrl_jax.registry.table import ALGORITHMS
 from msrl_jax.run import Experiment
 from msrl_jax.run.prepare import make_experiment
 from tests.support import processes
@@ -74,8 +76,9 @@ def test_the_name_of_a_room_s_algorithm_is_taken(name):
 
         def build(self, env): ...
 
-    with pytest.raises(ValueError, match=f"an algorithm named '{name}' is registered already; choose another name"):
-        config(name)(Own)
+    message = f"an algorithm named '{name}' is registered already; choose another name"
+    with mock.patch.dict(DECLARED), pytest.raises(ValueError, match=message):
+        msrl.train(config(name)(Own), "CartPole-v1")
     assert ALGORITHMS["alphazero"].__module__ == "msrl_jax.games.alphazero"
 
 

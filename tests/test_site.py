@@ -13,7 +13,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTEBOOKS = sorted((DOCS.parent / "notebooks").glob("*.ipynb"))

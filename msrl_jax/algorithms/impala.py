@@ -43,12 +43,13 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
-from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
 from msrl_jax.returns.advantages import mean, standardize
-from msrl_jax.returns.estimators import vtrace
+from msrl_jax.returns.off_policy import vtrace
 
 
 class IMPALAState(NamedTuple):
@@ -157,11 +158,11 @@ class IMPALA:
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_notes(network, params, final_obs, carries, truncated)
+            return final_value_inputs(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def complete(params, final_obs, notes):
-            return values(network, params, final_obs, notes)
+        def complete(params, final_obs, value_inputs):
+            return values(network, params, final_obs, value_inputs)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
@@ -218,8 +219,8 @@ class IMPALA:
                 policy, value, carries = network.unroll(params, t.obs, t.is_first, batch.carry)
                 log_prob = policy.log_prob(t.action)
                 now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-                _, note, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
-                last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, note))
+                _, value_input, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
+                last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, value_input))
                 next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
                     log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.valid,

@@ -36,15 +36,14 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Replay
+from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
-from msrl_jax.envs.actions import uniform_actions
+from msrl_jax.envs.actions import action_type, uniform_actions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.loops.buffers import agents_buffer
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -55,7 +54,9 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.losses.policy_gradient import value_loss
+from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.policies import linear_network, make_actor
 from msrl_jax.replay import Transition
@@ -102,7 +103,12 @@ class MADDPG:
         states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
         actor = make_actor(obs_space, size, self)
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
-        buffer = agents_buffer(view, self)
+        each = action_type(view.action_space)
+        action = jax.ShapeDtypeStruct((num_agents, *each.shape), each.dtype)
+        buffer = window_buffer(
+            view.observation_type, action, self, self.batch_size, self.replay.shards, agents=(num_agents,),
+            length=self.replay.n_step, discount=self.discount,
+        )  # fmt: skip
         optimizer = one = make_optimizer(self, epsilon=1e-8)
         if not shared:  # each agent has its own networks
 

@@ -36,7 +36,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, PerEnv
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
@@ -45,9 +45,9 @@ from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
-from msrl_jax.networks.layers import Carry, first_steps, reset_carry
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
 from msrl_jax.returns.advantages import gae, mean
 
 

@@ -249,7 +249,8 @@ def arguments_of(function: Any) -> dict[str, str]:
 def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
-    from msrl_jax.configs.fields import all_fields, choices, tunable_fields, value_of
+    from msrl_jax.configs.fields import choices
+    from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 
     configs = {name: algorithms.get(name) for name in algos}
     known = {name: all_fields(config) for name, config in configs.items()}
@@ -329,7 +330,7 @@ def nearest(name: str, known: Sequence[str], *, has_fields: bool) -> str:
     """Suggests what an unknown name means, to append to a message: a known name, or a field of other algorithms' configs."""
     if has_fields:
         from msrl_jax import algorithms
-        from msrl_jax.configs.fields import all_fields
+        from msrl_jax.configs.names import all_fields
 
         if having := [algo for algo in algorithms.names() if name.replace("-", "_") in all_fields(algorithms.get(algo))]:
             return f", which is one of {', '.join(having)}"

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.networks.layers import first_steps
+from msrl_jax.networks.unrolls import first_steps
 from msrl_jax.returns.advantages import gae, standardize
 from msrl_jax.returns.value_size import TargetScale
 

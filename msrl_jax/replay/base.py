@@ -122,7 +122,7 @@ class NStep(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class ReplayBuffer:
     """A replay buffer: pure functions of its state, and its sizes.
 
     Attributes:

@@ -17,7 +17,7 @@ from msrl_jax.replay.base import (
     SHARD_AXIS,
     Indices,
     NStep,
-    Replay,
+    ReplayBuffer,
     ReplayState,
     Sample,
     add_saturating,
@@ -50,12 +50,12 @@ def uniform(
     shards: int | None = None,
     storage: Storage | None = None,
     relabelling: Relabelling | None = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer that samples windows uniformly (Lin, 1992; Mnih et al., 2015).
 
     Args:
       example: one step of one environment: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
-      capacity: maximum number of steps of all environments; rounded down to whole insertions, see `Replay.capacity`.
+      capacity: maximum number of steps of all environments; rounded down to whole insertions, see `ReplayBuffer.capacity`.
       num_envs: number of environments, `E`.
       unroll_length: number of steps per environment of one insertion, `T`.
       batch_size: number of windows per batch, `B`.
@@ -114,7 +114,7 @@ def prioritized(
     alpha: float = 0.6,
     epsilon: float = 1e-6,
     beta: float | None = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
 
     This is the proportional variant of arXiv 1511.05952: each shard draws one window from each of `B / G` equal parts of its
@@ -248,7 +248,7 @@ def _replay(
     inserted: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: (),
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
     axes: Any = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer from its ring and its sampling functions; the defaults are those of a uniform buffer.
 
     `draw` returns the windows of each shard with their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the
@@ -331,7 +331,7 @@ def _replay(
 
     capacity = ring.steps * ring.num_envs
     state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes or P())  # pyright: ignore
-    return Replay(
+    return ReplayBuffer(
         init=init,
         insert=insert,
         sample=sample,

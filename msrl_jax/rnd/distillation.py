@@ -26,8 +26,10 @@ from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.minibatches import shuffle
 from msrl_jax.loops.trajectory import Trajectory
-from msrl_jax.losses.policy_gradient import value_loss
-from msrl_jax.networks.layers import dense, flatten, make_torso, unflatten
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.layers import dense
+from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.returns.advantages import gae, mean
 
 DISCOUNT, LAMBDA = 0.99, 0.95

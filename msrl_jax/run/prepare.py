@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
-from msrl_jax.configs.fields import all_fields, tunable_fields, value_of
+from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
 from msrl_jax.registry import code_names

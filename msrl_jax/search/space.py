@@ -13,7 +13,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax.agents.schedules import is_adaptive, is_ramp
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.checks import is_several, suggestion, whole

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import algorithms, policies
-from msrl_jax.configs.fields import is_object
+from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams

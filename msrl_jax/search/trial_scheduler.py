@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax.configs.fields import tunable_fields
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy

@@ -6,7 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.networks.cores import named_core
 from tests.support.agents import make_counted
 from tests.support.keys import key_uses, reused_keys

@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from tests.support.small_runs import ENVS, MODULES, OPTIMIZED, PARTICULAR, SMALL, WHOLE, relative_difference
 from tests.support.transitions import noise
 

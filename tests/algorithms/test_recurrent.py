@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.networks.cores import named_core
-from msrl_jax.networks.layers import reset_carry
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.registry.resolve import objects
 from tests.support.agents import make_counted, make_still, still
 from tests.support.compiled import collectives

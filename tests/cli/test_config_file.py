@@ -13,7 +13,7 @@ from msrl_jax.cli import main
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS, TRAIN
 from msrl_jax.cli.options import Part
-from msrl_jax.configs.fields import all_fields, value_of
+from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_run

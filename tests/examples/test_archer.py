@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.small_runs import relative_difference
 
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package

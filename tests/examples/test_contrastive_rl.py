@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.bits import Bits
 from tests.support.compiled import collectives
 from tests.support.off_policy import SMALL, B, adam, assert_close, counting, drawn, plain_mlp, plain_policy, start

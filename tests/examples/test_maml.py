@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.keys import key_uses, reused_keys
 from tests.support.small_runs import relative_difference
 

@@ -16,7 +16,7 @@ from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
 from msrl_jax.games.turn_based import player_observation, vectorize_turns
-from msrl_jax.networks.layers import make_torso
+from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import Transition
 from tests.support.agents import make_counted, make_still
 from tests.support.off_policy import adam, assert_close, counting, start, wide

@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.runs import ENV, RUNS, stop_after
 
 PPO = RUNS["ppo"][2]

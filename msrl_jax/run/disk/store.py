@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from msrl_jax.agents import schedules
-from msrl_jax.configs.fields import is_deferred, tunable_fields, value_of
+from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.names import tunable_fields, value_of
 from msrl_jax.data.experience import attached, detached, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams

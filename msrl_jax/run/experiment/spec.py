@@ -13,7 +13,8 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.agents.replay_ratio import check_learns
 from msrl_jax.agents.transformations import counted
-from msrl_jax.configs.fields import is_deferred, is_object, tunable_fields
+from msrl_jax.configs.deferred import is_deferred, is_object
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment

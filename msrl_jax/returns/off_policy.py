@@ -1,4 +1,4 @@
-"""n-step returns, lambda returns, and the off-policy targets V-trace and Retrace."""
+"""The off-policy targets V-trace and Retrace."""
 
 from typing import NamedTuple
 
@@ -8,73 +8,7 @@ import jax.numpy as jnp
 
 from msrl_jax.kernels.time import backward_sums
 from msrl_jax.returns.advantages import errors
-
-
-def n_step_return(
-    reward: jax.Array,
-    next_value: jax.Array,
-    terminated: jax.Array,
-    truncated: jax.Array,
-    *,
-    discount: float,
-    num_steps: int | None = None,
-) -> jax.Array:
-    """Computes n-step returns (Sutton & Barto, 2018, eq. 7.1; Mnih et al., 2016, arXiv 1602.01783).
-
-    The sum of rewards stops early at the end of the unroll or of the episode, and bootstraps there unless the episode
-    terminated.
-
-    Args:
-      reward: rewards. `[T, ...]`
-      next_value: values of the true successors, as in `gae`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
-      truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: discount factor per step.
-      num_steps: maximum number of rewards to sum, `n`; None sums to the end of the unroll, as in A3C.
-
-    Returns:
-      The returns. `[T, ...]`
-
-    Raises:
-      ValueError: if `num_steps` is below 1.
-    """
-    chex.assert_equal_shape([reward, next_value, terminated, truncated])
-    if num_steps is None or num_steps >= len(reward):
-        return lambda_return(reward, next_value, terminated, truncated, discount=discount, lambda_=1.0)
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1, or None for all steps of the unroll")
-    one_step = reward + discount * jnp.where(terminated, 0.0, next_value)
-    ends = _ends(terminated, truncated)
-
-    def extend(returns, _):
-        after = jnp.concatenate([returns[1:], returns[-1:]])
-        return jnp.where(ends, one_step, reward + discount * after), None
-
-    return jax.lax.scan(extend, one_step, None, length=num_steps - 1)[0]
-
-
-def lambda_return(
-    reward: jax.Array, next_value: jax.Array, terminated: jax.Array, truncated: jax.Array, *, discount: float, lambda_: float
-) -> jax.Array:
-    """Computes the mean of all n-step returns with weights that decay by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
-
-    It equals `gae` plus `value`.
-
-    Args:
-      reward: rewards. `[T, ...]`
-      next_value: values of the true successors, as in `gae`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
-      truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: discount factor per step.
-      lambda_: 0 gives one-step returns, 1 gives returns up to the end of the episode or unroll.
-
-    Returns:
-      The returns. `[T, ...]`
-    """
-    chex.assert_equal_shape([reward, next_value, terminated, truncated])
-    next_value = jnp.where(terminated, 0.0, next_value)
-    decay = jnp.where(_ends(terminated, truncated), 0.0, lambda_)
-    return backward_sums(reward + discount * (1 - decay) * next_value, discount * decay)
+from msrl_jax.returns.n_step import last_steps
 
 
 class VTrace(NamedTuple):
@@ -125,7 +59,7 @@ def vtrace(
     """
     chex.assert_equal_shape([log_ratio, reward, value, next_value, terminated, truncated])
     ratio = jnp.exp(log_ratio)
-    ends = _ends(terminated, truncated)
+    ends = last_steps(terminated, truncated)
     delta = jnp.minimum(clip_rho, ratio) * errors(reward, value, next_value, terminated, discount)
     if valid is not None:
         delta, ends = jnp.where(valid, delta, 0.0), ends | ~valid
@@ -169,12 +103,6 @@ def retrace(
     chex.assert_equal_shape([log_ratio, reward, action_value, next_value, terminated, truncated])
     trace = lambda_ * jnp.minimum(1.0, jnp.exp(log_ratio))
     next_trace = jnp.concatenate([trace[1:], trace[-1:]])
-    ends = _ends(terminated, truncated)
+    ends = last_steps(terminated, truncated)
     delta = errors(reward, action_value, next_value, terminated, discount)
     return action_value + backward_sums(delta, jnp.where(ends, 0.0, discount * next_trace))
-
-
-def _ends(terminated: jax.Array, truncated: jax.Array) -> jax.Array:
-    """Whether a step is the last one of its episode or of the unroll."""
-    ends = jnp.asarray(terminated | truncated)
-    return ends.at[-1].set(True) if len(ends) else ends
