@@ -6,16 +6,15 @@ The type of a parameter determines how its values on the command line and in a c
 import argparse
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import math
-import operator
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
+from msrl_jax.cli.signatures import of_source
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.text_values import parts_of, read_literal, split_specs
 from msrl_jax.run.disk import toml
@@ -93,7 +92,8 @@ class Option:
     @property
     def metavar(self) -> str:
         """A short description of its values, for the help."""
-        alternatives = [f"{part.option}[:field=value,...]" for part in self.parts if hasattr(part, "option")]
+        known = [getattr(part, "option", None) for part in self.parts]
+        alternatives = [f"{option}[:field=value,...]" for option in known if isinstance(option, str)]
         names = [*alternatives, *(name for name in self.choices if name != "None" or alternatives)]
         names += [kind.__name__.upper() for kind in self.numbers]
         names += ["TEXT"] if self.numbers and str in self.parts else []
@@ -191,7 +191,7 @@ class Part:
     """A function whose parameters are options of a command.
 
     Attributes:
-      of: the function, or its location `MODULE:NAME`, which is imported when its options are needed.
+      of: the function, or its location `MODULE:NAME` in this package, whose source is read: its module may import JAX.
       without: the parameters that are not options.
       only: the parameters that are options, if not all.
     """
@@ -202,11 +202,8 @@ class Part:
 
     @functools.cached_property
     def function(self) -> Any:
-        """The function."""
-        if not isinstance(self.of, str):
-            return self.of
-        module, _, path = self.of.partition(":")
-        return operator.attrgetter(path)(importlib.import_module(module))
+        """The function, or one with its signature and docstring."""
+        return of_source(self.of) if isinstance(self.of, str) else self.of
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

@@ -1,7 +1,10 @@
 """Flags: the fields of commands and of configs, and how their values are read."""
 
 import dataclasses
+import importlib
 import inspect
+import itertools
+import operator
 import re
 
 import pytest
@@ -96,6 +99,18 @@ def test_the_options_of_a_command_are_the_arguments_of_its_functions():
     train = inspect.signature(msrl.train).parameters
     assert train.keys() - {"devices", "callbacks", "overrides"} <= COMMANDS["train"].options().keys()
     assert COMMANDS["evaluate"].options()["episodes"].default == 128
+
+
+def test_signatures_that_are_read_from_sources_are_those_of_the_functions():
+    parts = [part for command in COMMANDS.values() for part in command.parts if isinstance(part.of, str)]
+    assert {"msrl_jax.run.training:train", "msrl_jax.data.rollout:record"} < {part.of for part in parts}
+    for part in parts:
+        module, _, path = part.of.partition(":")
+        real = dataclasses.replace(part, of=operator.attrgetter(path)(importlib.import_module(module)))
+        for read, known in itertools.zip_longest(part.options(), real.options()):
+            assert dataclasses.replace(read, kind=None) == dataclasses.replace(known, kind=None), part
+            shown = [(o.metavar, o.is_flag, o.choices, o.numbers, o.is_sequence) for o in (read, known)]
+            assert shown[0] == shown[1], (part, read.name)
 
 
 def test_values_go_to_every_function_that_takes_them():
