@@ -413,7 +413,7 @@ def test_the_first_hour(run_sections):
     assert train["result"].members == 8 and train["result"].history["episode_return"].shape[1:] == (8,)
     assert msrl.Result.load("saved").members == 8
     assert all(Path(name).stat().st_size for name in ("rates.png", "curve.png", "first.gif", "first.html", "corridor.gif"))
-    assert own["result"].video(max_steps=2).episodes[0].shape == (3, 20, 200, 3)
+    assert msrl.video(own["result"], max_steps=2).episodes[0].shape == (3, 20, 200, 3)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
     if any(trial.mean == trial.mean for trial in result.trials):  # skipped if all means are nan
         text += f"\nthe best setting again: {result.command()}"
         if plot is not None:
-            result.plot(plot)
+            search.plot_sweep(result, plot)
     return Outcome(text, result.summary(), exit_code(result))
 
 
@@ -265,7 +265,7 @@ def _can_draw() -> None:
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
-@command(run_of, Part("msrl_jax.run.result:Result.video", without=("path",)))
+@command(run_of, Part("msrl_jax.run.outputs.video:video", without=("result", "path")))
 def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Outcome:
     """Write a video of a trained agent: greedy episodes.
 
@@ -273,15 +273,19 @@ def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video
       out: the file: .gif, .mp4 or .html
     """
     _can_draw()
-    made = run_of(**run).video(out, **asked)
+    from msrl_jax.run import video
+
+    made = video(run_of(**run), out, **asked)
     lengths = [len(episode) - 1 for episode in made.episodes]
     return Outcome(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
 
 
-@command(run_of, "msrl_jax.run.result:Result.export")
+@command(run_of, Part("msrl_jax.run.outputs.export:export", without=("result",)))
 def export(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
     """Export the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
-    file = run_of(**run).export(**asked)
+    from msrl_jax.run import export
+
+    file = export(run_of(**run), **asked)
     return Outcome(file, {"file": str(file)})
 
 

@@ -168,17 +168,17 @@ def test_a_notebook_shows_the_curve_and_the_text(trained):
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):
-    figure = trained.plot(tmp_path / "curve.png", metrics=("episode_return", "entropy"))
+    figure = msrl.plot(trained, tmp_path / "curve.png", metrics=("episode_return", "entropy"))
     assert (tmp_path / "curve.png").stat().st_size > 1000
     returns, entropy = figure.axes
     np.testing.assert_array_equal(returns.lines[0].get_xydata()[:, 1], trained.history["episode_return"])
     np.testing.assert_array_equal(returns.lines[1].get_xydata()[:, 0], [128, 256, 384])
     np.testing.assert_array_equal(entropy.lines[0].get_xydata()[:, 1], trained.history["entropy"])
     np.testing.assert_allclose(
-        members.plot().axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
+        msrl.plot(members).axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
     )
     with pytest.raises(ValueError, match="no column 'loss'"):
-        trained.plot(metrics=("loss",))
+        msrl.plot(trained, metrics=("loss",))
 
 
 def test_pandas_gets_a_row_for_every_chunk_and_member(trained, members):

@@ -138,7 +138,7 @@ def test_the_folder_holds_the_result(swept, folder):
 
 
 def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
-    figure = swept.plot(tmp_path / "sweep.png")
+    figure = msrl.plot_sweep(swept, tmp_path / "sweep.png")
     labels = [panel.get_xlabel() for part in figure.subfigs for panel in part.axes]
     assert labels[:2] == ["learning rate", "num envs"] and (tmp_path / "sweep.png").stat().st_size > 0
     written = [text.get_text() for part in figure.subfigs for panel in part.axes for text in panel.texts]

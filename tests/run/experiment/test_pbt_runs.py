@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.run import Result, RunFolderError
-from msrl_jax.run.outputs.summary import copies
+from msrl_jax.run.outputs.figures import copies
 from msrl_jax.run.prepare import make_experiment
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
@@ -69,11 +69,11 @@ def test_settings_summary_and_text(trained):
 
 @pytest.mark.long
 def test_lineage_is_drawn(trained, tmp_path, members):
-    figure = trained.plot_lineage(tmp_path / "lineage.png")
+    figure = msrl.plot_lineage(trained, tmp_path / "lineage.png")
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
     assert (tmp_path / "lineage.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="this run has no lineage; train with pbt"):
-        members.plot_lineage()
+        msrl.plot_lineage(members)
 
 
 @pytest.mark.long
