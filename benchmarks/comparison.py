@@ -128,7 +128,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
     """
     load = os.getloadavg()[0]
     config = setting.config | setting.only_ours
-    experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
+    experiment = make_experiment(setting.algo, setting.env, **config, seeds=setting.seeds)
     program = experiment.compile(msrl.policies.get("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds

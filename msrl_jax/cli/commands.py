@@ -20,15 +20,13 @@ from msrl_jax import _rooms
 from msrl_jax.cli import launch, listing
 from msrl_jax.cli.command import Command, Outcome, command
 from msrl_jax.cli.config_file import recipe_file
-from msrl_jax.cli.options import Part, UsageError
+from msrl_jax.cli.options import TRAIN, Part, UsageError
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.compiling import use_cpu_devices
 from msrl_jax.run import recipes
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
-
-TRAIN = "msrl_jax.run.training:train"
 
 
 def _note(text: object) -> None:
@@ -60,13 +58,11 @@ def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
 def check_train(asked: dict[str, Any]) -> None:
     """Raises the error of `train` for arguments that are wrong for any environment, data and devices."""
     from msrl_jax import policies
-    from msrl_jax.run.prepare import experiment_of
+    from msrl_jax.run.prepare import ARGUMENTS, experiment_of
 
     if not asked.get("resume"):  # otherwise the folder supplies the arguments that are not given
-        known = {option.name for option in Part(TRAIN).options()} | TRAIN_COMMAND.options().keys()
-        names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
-        fields = {name: x for name, x in asked.items() if name not in known}
-        experiment_of(**{name: asked[name] for name in names if asked.get(name) is not None}, overrides=fields)
+        of_run = TRAIN_COMMAND.options().keys() - {"algo", "env", *ARGUMENTS}
+        experiment_of(**{name: x for name, x in asked.items() if name not in of_run})
     if asked.get("policy") is not None:
         policies.get(asked["policy"])
 
@@ -118,7 +114,7 @@ def train(
 TRAIN_COMMAND = train
 
 
-@command(Part("msrl_jax.search.sweep:sweep", without=("devices",)), sweeps=True)
+@command(Part("msrl_jax.search.sweep:sweep", without=("devices", "guard", "pbt")), sweeps=True)
 def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Outcome:
     """Train an algorithm with many settings at the same time, and rank them.
 
@@ -188,10 +184,11 @@ def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path)
     return Outcome(dataset, dataset.describe() | {"file": out})
 
 
-@command(Part(TRAIN, only=("algo", "env", "env_params", "policy", "seeds")))
+@command("msrl_jax.run.prepare:experiment_of")
 def explain(
     asked: dict[str, Any],
     *,
+    policy: str | None = None,
     devices: tuple[str, ...] = (),
     envs_per_device: int | None = None,
     beside: tuple[str, ...] = (),
@@ -201,6 +198,7 @@ def explain(
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
     Args:
+      policy: a distribution policy, by default that of train; auto measures the policies and takes the fastest.
       devices: plan for these devices, even if you do not have them: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Give several to compare
         them in a table.
       envs_per_device: environments per device, instead of num_envs.
@@ -223,23 +221,22 @@ def explain(
     from msrl_jax.run.disk.folder import write_text
     from msrl_jax.run.prepare import make_experiment
 
-    common = {name: asked.pop(name) for name in ("env_params", "seeds") if name in asked}
-    algo, env, policy = (asked.pop(name, usual) for name, usual in (("algo", "ppo"), ("env", "CartPole-v1"), ("policy", None)))
-    experiment = make_experiment(algo, env, overrides=asked, **common)
+    experiment = make_experiment(**asked)
     names = list(dict.fromkeys(name or experiment.usual_policy for name in (policy, *beside)))
     if out is not None:
         _check_picture(out, max(1, len(devices)) * len(names))
     rows, reasons, placed = [], [], []
     if devices:
         for name in names:
-            rows += plans(algo, env, name, devices, envs_per_device, **common, **asked)
+            rows += plans(**asked, policy=name, devices=devices, envs_per_device=envs_per_device)
     else:
         reasons = [choose_policy(experiment, note=_note)] if any(map(is_auto, names)) else []
         each = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
         placed = {spec(policy): policy for policy in each}.values()
     found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if out is not None:
-        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, f"{algo} on {env}"))
+        title = f"{experiment.name} on {experiment.env_name}"
+        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, title))
     if len(rows) > 1:
         return Outcome(format_table(rows), [row.to_dict() for row in rows])
     parts = experiment.parameters

@@ -20,6 +20,7 @@ from msrl_jax.fragments.support.text_values import parts_of, read_literal, split
 from msrl_jax.run.disk import toml
 
 REQUIRED = inspect.Parameter.empty
+TRAIN = "msrl_jax.run.training:train"
 
 
 class UsageError(ValueError):
@@ -212,16 +213,24 @@ class Part:
 
     @property
     def has_fields(self) -> bool:
-        """Whether the function takes the fields of a config."""
+        """Whether the function takes what an experiment is made from: arguments of `train`, and fields of a config."""
         return "algo" in self.parameters and any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def takes(self, name: str) -> bool:
         """Returns whether the function gets the value of an option."""
         is_chosen = name in self.only if self.only else name not in self.without
-        return is_chosen and name in self.parameters
+        return is_chosen and (name in self.parameters or name in self._of_experiment)
+
+    @property
+    def _of_experiment(self) -> tuple[str, ...]:
+        if not self.has_fields:
+            return ()
+        from msrl_jax.run.prepare import ARGUMENTS
+
+        return ARGUMENTS
 
     def options(self) -> Iterator[Option]:
-        """Yields the parameters that the docstring of the function documents, as options."""
+        """Yields the parameters that the docstring of the function documents, as options; and those of an experiment."""
         docs = arguments_of(self.function)
         for name, p in self.parameters.items():
             if p.kind is p.VAR_POSITIONAL and name in docs:
@@ -229,6 +238,8 @@ class Part:
             elif p.kind is not p.VAR_KEYWORD and name in docs and self.takes(name):
                 is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
                 yield Option(name, p.annotation, p.default, docs[name], is_positional)
+        if more := [x for x in ("algo", "env", *self._of_experiment) if x not in docs and self.takes(x)]:
+            yield from Part(TRAIN, only=tuple(more)).options()
 
 
 def arguments_of(function: Any) -> dict[str, str]:

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import jax
 
-from msrl_jax import algorithms
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.cpu_lowering import lower
@@ -21,7 +19,7 @@ from msrl_jax.policies.base import spec
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.prepare import make_experiment
+from msrl_jax.run.prepare import experiment_of
 
 _CHUNK_SECONDS = 0.25  # long enough to hide the host's work between chunks, short enough for slow settings
 
@@ -194,7 +192,7 @@ def measure(
 
 def bench(
     algo: Sequence[Any] = ("ppo",),
-    env: Sequence[str] = ("CartPole-v1",),
+    env: Sequence[Any] = (None,),
     policy: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (),
     unroll_length: Sequence[int] = (),
@@ -203,16 +201,15 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
-    env_params: GivenParams | None = None,
     on_stage: Callable[[str], None] | None = None,
     on_measurement: Callable[[Measurement], None] | None = None,
-    **overrides: Any,
+    **asked: Any,
 ) -> list[Measurement]:
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
     Args:
-      algo: names of algorithms, or their configs.
-      env: names of environments, or environments.
+      algo: algorithms, each as in `train`, or experiments.
+      env: environments, each as in `train`.
       policy: distribution policies, or their names.
       num_envs: numbers of environments; each algorithm's default if empty.
       unroll_length: unroll lengths; each algorithm's default if empty.
@@ -220,10 +217,9 @@ def bench(
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
-      env_params: distributions of the environments' parameters, as in `train`.
       on_stage: called with a line of text before a setting is compiled, and before it is timed.
       on_measurement: called with each measurement as soon as it is done.
-      **overrides: other fields of the algorithms' configs.
+      **asked: arguments of `train` that determine what is computed, such as `seeds`; and other fields of the configs.
 
     Returns:
       One measurement per combination.
@@ -236,18 +232,18 @@ def bench(
     for name, values in {"algo": algo, "env": env, "policy": policy}.items():
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
-    for each in algo:
-        if algorithms.get(each).offline:
-            raise ValueError(
-                f"algorithm {each!r} steps no environment, so it has no environment steps per second; its runs report updates "
-                "per second (Result.steps_per_second)"
-            )
     given = {"num_envs": num_envs, "unroll_length": unroll_length}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
-        (make_experiment(of, on, overrides=overrides | size, env_params=env_params), get_policy(under))
+        (experiment_of(of, on, **asked | size), get_policy(under))
         for of, on, under, size in itertools.product(algo, env, policy, sizes)
     ]
+    for experiment, _ in grid:
+        if experiment.algorithm.offline:
+            raise ValueError(
+                f"algorithm {experiment.name!r} steps no environment, so it has no environment steps per second; its runs "
+                "report updates per second (Result.steps_per_second)"
+            )
     for experiment, place in grid:
         experiment.compile(place, devices)
     note, measurements = on_stage or (lambda line: None), []

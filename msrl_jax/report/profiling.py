@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import fragment_plans
@@ -38,31 +37,29 @@ _MOST_EACH = 1e-6  # maximum tracing seconds per event; a third of that was meas
 
 @entry
 def profile(
-    algo: Any = "ppo",
-    env: Any = "CartPole-v1",
+    algo: Any = None,
+    env: Any = None,
     *,
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
-    env_params: GivenParams | None = None,
     iterations: int | None = None,
     repeats: int = 3,
     trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
-    **overrides: Any,
+    **asked: Any,
 ) -> Profile:
     """Profiles the training time by phase and by fragment (RL-Scope, arXiv 2102.04285).
 
     Args:
-      algo: name of an algorithm, or its config; or a run, a `Result`, trained for some iterations with its settings.
-      env: name of an environment, or an environment.
+      algo: an algorithm, as in `train`, or an `Experiment`; or a run, a `Result`, trained for some iterations as before.
+      env: an environment, as in `train`.
       policy: distribution policy, or its name; as in `train` if None.
       devices: the devices for the policy; all if None.
-      env_params: distributions of the environment's parameters, as in `train`.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements; each is a run with a trace and one without.
       trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before programs are compiled, and before they are measured.
-      **overrides: other fields of the algorithm's config.
+      **asked: arguments of `train` that determine what is computed, such as `seeds`; and fields of the algorithm's config.
 
     Returns:
       The profile.
@@ -74,12 +71,12 @@ def profile(
     iterations, repeats = _whole_numbers(iterations, repeats)
     note = on_stage or (lambda line: None)
     if isinstance(algo, Result):
-        if overrides or policy is not None or env_params is not None:
+        if asked or policy is not None:
             raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
         experiment = algo.experiment
         chosen, devices = place_of(algo, devices, trust=trust)
     else:
-        experiment = make_experiment(algo, env, overrides=overrides, env_params=env_params)
+        experiment = make_experiment(algo, env, **asked)
         chosen = policies.get(policy or experiment.usual_policy)
     program = experiment.compile(chosen, devices)
     where = describe_devices(program.devices)
@@ -99,7 +96,6 @@ def profile_program(
     policy: str | None = None,
     iterations: int | None = None,
     repeats: int = 3,
-    trust: bool = False,
     on_stage: Callable[[str], None] | None = None,
 ) -> Profile:
     """Profiles a compiled loop as `profile` does; use it for a custom loop from `msrl_jax.compile`.
@@ -111,7 +107,6 @@ def profile_program(
       policy: a description of the policy and the devices; that of the program if None.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements.
-      trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
       on_stage: called with a line of text before the program is measured.
 
     Returns:

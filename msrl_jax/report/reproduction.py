@@ -59,7 +59,7 @@ def _experiment(found: Recipe) -> Experiment:
     try:
         if "policy" in found.values:
             policies.get(found.values["policy"])
-        return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
+        return experiment_of(**own, **{key: _value(value) for key, value in found.fields.items()})
     except (TypeError, ValueError) as error:
         raise type(error)(f"the recipe {found.path}: {error}") from None
 

@@ -6,7 +6,7 @@ from msrl_jax.cli.command import Outcome, command
 from msrl_jax.cli.options import Part
 
 
-@command(Part("msrl_jax.tournament.worker:compete", without=("devices", "callbacks")))
+@command(Part("msrl_jax.tournament.worker:compete", without=("devices", "callbacks", "seeds", "pbt", "rank_by")))
 def compete(asked: dict[str, Any]) -> Outcome:
     """Work on a leaderboard: draw a member, train it for a round, and return it if it improved. Workers can run in parallel."""
     from msrl_jax.tournament.worker import compete

@@ -99,7 +99,7 @@ def twelve(few):
 )
 def test_members_that_divide_are_split_and_nothing_is_summed_over_devices(policy, tiny):
     overrides = {"learning_rate": [1e-4, 1e-3], **tiny, "num_envs": 5}
-    setup = make_experiment("ppo", ENV, seeds=2, total_steps=1000, overrides=overrides)
+    setup = make_experiment("ppo", ENV, seeds=2, total_steps=1000, **overrides)
     program = setup.compile(msrl.policies.get(policy), jax.devices()[:4])
     assert [c for p in program.explain().programs for c in p.collectives] == []
     placed = innermost(program.unwrap(setup.start(program))).obs.sharding

@@ -81,7 +81,7 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
     assert_same_state(loaded.registers, jax.device_get(stale.registers))
 
-    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, overrides=tiny)
+    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, **tiny)
     program = setup.compile(msrl.policies.get(stale.description["policy"]), jax.devices()[:2])
     original, _ = program.run(msrl.Delayed(stale.run_state, stale.registers), 1)
     resumed, metrics = program.run(msrl.Delayed(loaded.run_state, loaded.registers), 1)

@@ -103,10 +103,7 @@ def test_the_table_has_a_row_for_each_trial(swept):
 
 def test_the_command_trains_the_best_setting(swept, tiny):
     given = parse("msrl-jax train", COMMANDS["train"], shlex.split(swept.command())[2:]).given
-    names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "rank_by")
-    made = experiment_of(
-        **{name: given[name] for name in names if name in given}, overrides={n: x for n, x in given.items() if n in vars(PPO())}
-    )
+    made = experiment_of(**{name: x for name, x in given.items() if name not in ("policy", "eval_episodes")})
     best = PPO(**tiny | swept.best.values)
     assert made == Experiment(algorithm=best, env=ENV, total_steps=COMMON["total_steps"], seed=3, seeds=2)
     assert (given["policy"], given["eval_episodes"]) == ("GPUOnly", COMMON["eval_episodes"])

@@ -225,7 +225,7 @@ def test_a_damaged_member_is_left_out(board, one_device):
 
 def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path):
     (parent,) = board.entries
-    made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, overrides=dict(SMALL))
+    made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, **dict(SMALL))
     for number in (1, 2):
         assert _copied(parent, tmp_path / str(number), number, made)
     states = [Result.load(path, env=RandomWalk()).run_state for path in (parent.path, tmp_path / "1", tmp_path / "2")]

@@ -94,7 +94,7 @@ def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
 
 def test_initial_values_may_be_given():
     rates = (1e-3, 2e-3, 3e-3, 4e-3)
-    given = make_experiment("ppo", ENV, overrides={"learning_rate": list(rates), **SMALL}, pbt=FOUR)
+    given = make_experiment("ppo", ENV, **{"learning_rate": list(rates), **SMALL}, pbt=FOUR)
     assert given.settings == FOUR.initial(0) | {"learning_rate": rates}
 
 
@@ -114,7 +114,7 @@ def test_initial_values_lie_in_the_search(search, message):
 def test_bounds_rounded_to_float32_lie_in_the_search():
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
     rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
-    experiment = make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt)
+    experiment = make_experiment("ppo", ENV, **{"learning_rate": rounded, **SMALL}, pbt=pbt)
     assert rounded[0] < 1e-6 and experiment.members == 2
 
 
