@@ -58,11 +58,11 @@ def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
 def check_train(asked: dict[str, Any]) -> None:
     """Raises the error of `train` for arguments that are wrong for any environment, data and devices."""
     from msrl_jax import policies
-    from msrl_jax.run.prepare import ARGUMENTS, experiment_of
+    from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 
     if not asked.get("resume"):  # otherwise the folder supplies the arguments that are not given
         of_run = TRAIN_COMMAND.options().keys() - {"algo", "env", *ARGUMENTS}
-        experiment_of(**{name: x for name, x in asked.items() if name not in of_run})
+        make_experiment(**{name: x for name, x in asked.items() if name not in of_run})
     if asked.get("policy") is not None:
         policies.get(asked["policy"])
 
@@ -184,7 +184,7 @@ def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path)
     return Outcome(dataset, dataset.describe() | {"file": out})
 
 
-@command("msrl_jax.run.prepare:experiment_of")
+@command("msrl_jax.run.prepare:make_experiment")
 def explain(
     asked: dict[str, Any],
     *,
@@ -312,16 +312,16 @@ def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
     return Outcome(out, {"figure": str(out)})
 
 
-@command(Part("msrl_jax.report.bench:bench", without=("devices", "on_stage", "on_measurement")))
+@command(Part("msrl_jax.report.bench:bench", without=("devices", "note")))
 def bench(asked: dict[str, Any]) -> Outcome:
     """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
 
-    measurements = report.bench(**asked, on_stage=_note, on_measurement=_note)
+    measurements = report.bench(**asked, note=_note)
     return Outcome(report.format_table(measurements), measurements)
 
 
-@command(Part("msrl_jax.report.profiling:profile", without=("devices", "on_stage")))
+@command(Part("msrl_jax.report.profiling:profile", without=("devices", "note")))
 def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Outcome:
     """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
@@ -336,7 +336,7 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
     if out is not None:
         profiles.check_profile(out)
     measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
-    made = profile(**asked, **measured, on_stage=_note)
+    made = profile(**asked, **measured, note=_note)
     for file in filter(None, (run and run / profiles.OF_RUN, out)):
         made.save(file)
     return Outcome(made, made.to_dict())

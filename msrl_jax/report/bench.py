@@ -19,7 +19,7 @@ from msrl_jax.policies.base import spec
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.prepare import make_experiment
 
 _CHUNK_SECONDS = 0.25  # long enough to hide the host's work between chunks, short enough for slow settings
 
@@ -151,7 +151,7 @@ def calibrated_chunk(experiment: Experiment, program: Program) -> int:
 
 def measure(
     experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
-    devices: Sequence[Device] | None, note: Callable[[str], None],
+    devices: Sequence[Device] | None, note: Callable[[Any], object],
 ) -> Measurement:  # fmt: skip
     """Measures one setting; see `bench` for the other arguments."""
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
@@ -201,8 +201,7 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
-    on_stage: Callable[[str], None] | None = None,
-    on_measurement: Callable[[Measurement], None] | None = None,
+    note: Callable[[Any], object] = lambda line: None,
     **asked: Any,
 ) -> list[Measurement]:
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
@@ -217,8 +216,7 @@ def bench(
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
-      on_stage: called with a line of text before a setting is compiled, and before it is timed.
-      on_measurement: called with each measurement as soon as it is done.
+      note: called with a line of text before a setting is compiled, and before it is timed, and with each measurement.
       **asked: arguments of `train` that determine what is computed, such as `seeds`; and other fields of the configs.
 
     Returns:
@@ -235,7 +233,7 @@ def bench(
     given = {"num_envs": num_envs, "unroll_length": unroll_length}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
-        (experiment_of(of, on, **asked | size), get_policy(under))
+        (make_experiment(of, on, **asked | size), get_policy(under))
         for of, on, under, size in itertools.product(algo, env, policy, sizes)
     ]
     for experiment, _ in grid:
@@ -246,12 +244,11 @@ def bench(
             )
     for experiment, place in grid:
         experiment.compile(place, devices)
-    note, measurements = on_stage or (lambda line: None), []
+    measurements = []
     for experiment, place in grid:
         measured = measure(experiment, place, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
         measurements.append(measured)
-        if on_measurement is not None:
-            on_measurement(measured)
+        note(measured)
     return measurements
 
 

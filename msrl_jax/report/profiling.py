@@ -45,7 +45,7 @@ def profile(
     iterations: int | None = None,
     repeats: int = 3,
     trust: bool = False,
-    on_stage: Callable[[str], None] | None = None,
+    note: Callable[[str], object] = lambda line: None,
     **asked: Any,
 ) -> Profile:
     """Profiles the training time by phase and by fragment (RL-Scope, arXiv 2102.04285).
@@ -58,7 +58,7 @@ def profile(
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements; each is a run with a trace and one without.
       trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
-      on_stage: called with a line of text before programs are compiled, and before they are measured.
+      note: called with a line of text before programs are compiled, and before they are measured.
       **asked: arguments of `train` that determine what is computed, such as `seeds`; and fields of the algorithm's config.
 
     Returns:
@@ -69,7 +69,6 @@ def profile(
       RuntimeError: if another trace of `jax.profiler` is active.
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
-    note = on_stage or (lambda line: None)
     if isinstance(algo, Result):
         if asked or policy is not None:
             raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
@@ -84,7 +83,7 @@ def profile(
     note(f"compiling {title}, {spec(chosen)} ...")
     state = experiment.start(program)
     name = f"{spec(chosen)} on {where['count']} {where['platform']} device{'s' * (where['count'] > 1)}"
-    return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, on_stage=note)
+    return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, note=note)
 
 
 @entry
@@ -96,7 +95,7 @@ def profile_program(
     policy: str | None = None,
     iterations: int | None = None,
     repeats: int = 3,
-    on_stage: Callable[[str], None] | None = None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> Profile:
     """Profiles a compiled loop as `profile` does; use it for a custom loop from `msrl_jax.compile`.
 
@@ -107,7 +106,7 @@ def profile_program(
       policy: a description of the policy and the devices; that of the program if None.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements.
-      on_stage: called with a line of text before the program is measured.
+      note: called with a line of text before the program is measured.
 
     Returns:
       The profile.
@@ -124,7 +123,7 @@ def profile_program(
         first = runner.traced(1)
         fitting = min(_EVENTS / max(first.number, 1), _SECONDS / max(seconds, 1e-9))
         count = iterations or max(1, min(_ITERATIONS, int(fitting)))
-        (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
+        note(f"measuring {4 * repeats} times {count} iterations ...")
         pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
     # Use medians, because other load on the machine makes single runs longer.
     calibration, measured = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)

@@ -28,13 +28,6 @@ ARGUMENTS = tuple(
 
 
 def make_experiment(algo: Any = None, env: str | Environment | None = None, **asked: Any) -> Experiment:
-    """Makes an experiment, as `experiment_of` does, and builds its agent."""
-    experiment = experiment_of(algo, env, **asked)
-    _ = experiment.behavior if experiment.pbt is None else experiment.agent
-    return experiment
-
-
-def experiment_of(algo: Any = None, env: str | Environment | None = None, **asked: Any) -> Experiment:
     """Makes an experiment from arguments of `train`: `ARGUMENTS`, and fields of the config; does not make its environment and
     data. Returns an `Experiment` as it is."""
     if isinstance(algo, Experiment):
@@ -53,7 +46,7 @@ def experiment_of(algo: Any = None, env: str | Environment | None = None, **aske
             )
         pbt.check(base, overrides)
         overrides = pbt.initial(check_seed(own.get("seed", 0), pbt.members)) | overrides
-    overrides, settings = _split(base, overrides, seeds)
+    overrides, settings = _separate_settings(base, overrides, seeds)
     return Experiment(algorithm=algorithms.make(base, overrides), settings=settings, **own)
 
 
@@ -63,7 +56,7 @@ def split(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, {name: x for name, x in asked.items() if name not in ARGUMENTS}
 
 
-def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
+def _separate_settings(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
     """Separates the fields with several values from the others; the config gets the values of the first setting."""
     kind, fields = type(base), all_fields(type(base))
     overrides = {name: _plain(x) for name, x in overrides.items()}

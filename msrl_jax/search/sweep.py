@@ -29,7 +29,7 @@ from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Progress, choose_display
-from msrl_jax.run.prepare import experiment_of, split
+from msrl_jax.run.prepare import make_experiment, split
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
 from msrl_jax.search.sweep_result import SweepResult, write_table
@@ -49,7 +49,6 @@ def sweep(
     out: str | os.PathLike | None = None,
     resume: bool = False,
     halving: int | None = None,
-    rungs: int | None = None,
     min_steps: int | None = None,
     members_at_once: int | None = None,
     eval_episodes: int = 32,
@@ -77,8 +76,7 @@ def sweep(
         and devices may differ.
       halving: with a factor such as 3, all trials train for a few steps, the best third for three times that number, and so on
         (successive halving); None trains all trials to the end.
-      rungs: the number of comparisons, the last one included; by default the number that leaves one trial.
-      min_steps: the steps until the first comparison, instead of `rungs`.
+      min_steps: the steps until the first comparison; by default so few that the last comparison leaves one trial.
       members_at_once: number of members to train together; None takes the estimated number that fits in memory. With "optuna",
         the default is the members of an eighth of the trials.
       eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 uses the training return.
@@ -105,7 +103,7 @@ def sweep(
     choose_display(progress)
     num = space.check_method(method, num, halving)
     own, fields = split(asked)
-    given, episodes = experiment_of(algo, env, **own), whole("eval_episodes", eval_episodes, least=0)
+    given, episodes = make_experiment(algo, env, **own), whole("eval_episodes", eval_episodes, least=0)
     if given.settings or given.pbt is not None or given.guard not in ("halt", "ignore"):
         raise ValueError(
             "the members of a sweep are its trials, and one with non-finite values affects no other; leave pbt and guard out, "
@@ -128,7 +126,7 @@ def sweep(
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
-        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "method": method, "num": num, "halving": halving, "min_steps": min_steps,
         "members_at_once": members_at_once,
         "fields": {
             axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
@@ -156,7 +154,7 @@ def sweep(
                 until = base.total_steps
                 stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=until, seed=base.seed)
             else:
-                steps = space.rung_steps(base.total_steps, halving, rungs, min_steps, len(trials), course.least)
+                steps = space.rung_steps(base.total_steps, halving, min_steps, len(trials), course.least)
                 stages = space.rungs(course.trials, steps, halving)
         reason = course.conduct(stages, requests)
         table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"

@@ -43,7 +43,7 @@ SMALL = {
 def measured(one_device):
     """The measurements, and the lines before them."""
     lines = []
-    return bench(**SMALL, against="jit", devices=one_device, on_stage=lines.append, on_measurement=lines.append), lines
+    return bench(**SMALL, against="jit", devices=one_device, note=lines.append), lines
 
 
 def test_a_line_says_what_compiles_and_what_is_timed(measured):
@@ -155,5 +155,5 @@ MISTAKES = [
 def test_one_mistake_in_the_grid_stops_it_before_anything_is_measured(mistake):
     measured = []
     with pytest.raises(ValueError):
-        bench(**{"num_envs": (8,), **mistake}, on_measurement=measured.append)
+        bench(**{"num_envs": (8,), **mistake}, note=measured.append)
     assert measured == []
