@@ -145,7 +145,7 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
-def figure_of(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
+def panels_of(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
     """Makes a figure with a panel for each name."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
@@ -168,7 +168,7 @@ def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
             groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
     if missing := [name for name in metrics if name not in history]:
         raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
-    figure, panels = figure_of(result, metrics)
+    figure, panels = panels_of(result, metrics)
     for panel, name in zip(panels, metrics, strict=True):
         column = history[name]
         if 0 < len(groups) <= MOST_LINES and column.ndim > 1:

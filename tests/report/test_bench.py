@@ -4,9 +4,11 @@ import jax
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
 from msrl_jax.report import bench as benchmark
 from msrl_jax.report.bench import bench, format_table, interleave
+from msrl_jax.run import Experiment
 
 
 class Recorder:
@@ -147,7 +149,7 @@ def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
 
 MISTAKES = [
     {"policy": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algo": ()},
-    {"algo": ("ppo", "cql")},
+    {"algo": ("ppo", "cql")}, {"algo": (Experiment(algorithm=PPO()),)},
 ]
 
 

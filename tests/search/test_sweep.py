@@ -60,6 +60,7 @@ MISTAKES = [
     ({"activation": envs.uniform(0, 1)}, "it is no number"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
+    ({"learning_rate": [1e-3], "guard": "skip"}, "leave pbt and guard out"),
     ({"learning_rate": [1e-3], "min_steps": 64}, "min_steps=64 has no effect without halving="),
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first comparison is after 8 of total_steps=384"),
     ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= chooses among trials that are known"),
@@ -156,6 +157,10 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         msrl.sweep(PPO(**tiny), ENV, method="grid", learning_rate=[1e-3, 2e-3], seed=4, devices=one_device, **COMMON)
     first, both = PPO(learning_rate=1e-3, **tiny), {"learning_rate": (1e-3, 2e-3)}
     assert seen == [Experiment(algorithm=first, env=ENV, total_steps=384, seed=4, settings=both, guard="ignore")]
+    with pytest.raises(InterruptedError):
+        given = Experiment(algorithm=PPO(**tiny), env=ENV, total_steps=384, seed=4)
+        msrl.sweep(given, method="grid", learning_rate=[1e-3, 2e-3], devices=one_device, eval_episodes=4, progress=False)
+    assert seen[1] == seen[0]
     with pytest.raises(ValueError, match="seed=5: the experiment says what is computed"):
         msrl.train(seen[0], seed=5)
     with pytest.raises(ValueError, match="num_envs=8: the experiment says what is computed"):

@@ -171,9 +171,10 @@ def test_the_command_line(tmp_path, capsys):
         ({"target": float("nan")}, "target=nan: use a finite number"),
         ({"round_steps": 1024}, "round_steps=1024 exceeds total_steps=512"),
         ({"learning_rate": [1e-3, 1e-4]}, "learning_rate has several values, but a member has one"),
+        ({"seeds": 2}, "seeds has several values, but a member has one"),
         ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that rank members"),
     ],
-    ids=["round", "fresh", "target", "long", "several", "ranked"],
+    ids=["round", "fresh", "target", "long", "several", "seeds", "ranked"],
 )
 def test_bad_input_is_refused(options, message, tmp_path):
     asked = {"algo": "a2c", "round_steps": 128, "rounds": 1, "total_steps": 512} | options

@@ -10,7 +10,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.experiment.pbt import PARENT
 from msrl_jax.run.outcome import Outcome
 from msrl_jax.run.result import Result
-from msrl_jax.run.summary import PREFIX, figure_of, final_values, plot_history
+from msrl_jax.run.summary import PREFIX, final_values, panels_of, plot_history
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def plot_lineage(result: Result, path: str | os.PathLike | None = None) -> "Figu
         raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
     history, pbt = result.history, result.experiment.pbt
     fields = list(final_values(history))
-    figure, panels = figure_of(result, fields)
+    figure, panels = panels_of(result, fields)
     ends = np.asarray(history["step"])
     begins = np.concatenate([[0], ends[:-1]])
     for panel, name in zip(panels, fields, strict=True):
