@@ -217,10 +217,10 @@ def train(
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         to = recording and str(recording.writer.path)
         deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
-        asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
+        every_steps = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
         if experiment.pbt is not None:
-            asked.append(experiment.pbt.every * experiment.steps_per_iteration)
-        boundaries = tuple(int(steps) for steps in asked if steps is not None)
+            every_steps.append(experiment.pbt.every * experiment.steps_per_iteration)
+        boundaries = tuple(int(steps) for steps in every_steps if steps is not None)
         run = Run(
             experiment, where, devices, path, deployment, program, None,
             ChunkScheduler(most, fixed=watching["chunk"] is not None), boundaries, started,

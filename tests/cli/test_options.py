@@ -13,7 +13,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, cli
 from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
-from msrl_jax.cli.command import Outcome, command, parse
+from msrl_jax.cli.command import Output, command, parse
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import Part
 
@@ -118,14 +118,14 @@ def test_values_go_to_every_function_that_takes_them():
     part = Part(lambda *, seed=0, trust=False: None)
 
     @command(part, Part("msrl_jax.run.training:train", only=("algo", "seed")))
-    def tried(first, second, *, seed: int = 3) -> Outcome:
+    def tried(first, second, *, seed: int = 3) -> Output:
         """Try.
 
         Args:
           seed: a number.
         """
         seen.append((first, second, seed))
-        return Outcome()
+        return Output()
 
     tried({"seed": 5, "trust": True, "algo": "dqn", "num_envs": 8})
     assert seen == [({"seed": 5, "trust": True}, {"seed": 5, "algo": "dqn", "num_envs": 8}, 5)]
