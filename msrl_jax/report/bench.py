@@ -192,7 +192,7 @@ def measure(
 
 def bench(
     algo: Sequence[Any] = ("ppo",),
-    env: Sequence[Any] = (None,),
+    env: Sequence[Any] = (),
     policy: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (),
     unroll_length: Sequence[int] = (),
@@ -208,7 +208,7 @@ def bench(
 
     Args:
       algo: algorithms, each as in `train`, or experiments.
-      env: environments, each as in `train`.
+      env: environments, each as in `train`; that of each experiment, or `"CartPole-v1"`, if empty.
       policy: distribution policies, or their names.
       num_envs: numbers of environments; each algorithm's default if empty.
       unroll_length: unroll lengths; each algorithm's default if empty.
@@ -227,14 +227,14 @@ def bench(
     """
     if repeats < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
-    for name, values in {"algo": algo, "env": env, "policy": policy}.items():
+    for name, values in {"algo": algo, "policy": policy}.items():
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
     given = {"num_envs": num_envs, "unroll_length": unroll_length}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
         (make_experiment(of, on, **asked | size), get_policy(under))
-        for of, on, under, size in itertools.product(algo, env, policy, sizes)
+        for of, on, under, size in itertools.product(algo, env or (None,), policy, sizes)
     ]
     for experiment, _ in grid:
         if experiment.algorithm.offline:
