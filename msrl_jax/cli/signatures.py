@@ -22,15 +22,16 @@ class _Names(dict[str, Any]):
     """
 
     def __init__(self, module: str):
-        base = _ABOVE.joinpath(*module.split("."))
-        file = next(x for x in (base / "__init__.pyi", base / "__init__.py", base.with_suffix(".py")) if x.exists())
+        file = _file_of(module)
+        assert file is not None, module
         self.body = ast.parse(file.read_text("utf-8")).body
 
     def __missing__(self, name: str) -> Any:
         for node in self.body:
-            if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
-                original = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
-                return _imported(str(node.module), original)
+            if isinstance(node, ast.ImportFrom):
+                originals = {alias.asname or alias.name: alias.name for alias in node.names}
+                if name in originals:
+                    return _imported(str(node.module), originals[name])
             if isinstance(node, ast.Import) and name in [alias.name for alias in node.names]:
                 return importlib.import_module(name) if name in sys.stdlib_module_names else _Unknown(name, (), {})
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -45,11 +46,16 @@ class _Names(dict[str, Any]):
 _names_of = functools.cache(_Names)
 
 
+def _file_of(module: str) -> Path | None:
+    base = _ABOVE.joinpath(*module.split("."))
+    return next((x for x in (base / "__init__.pyi", base / "__init__.py", base.with_suffix(".py")) if x.exists()), None)
+
+
 def _imported(module: str, name: str) -> Any:
-    root = module.partition(".")[0]
-    if root in sys.stdlib_module_names:
+    if module.partition(".")[0] in sys.stdlib_module_names:
         return getattr(importlib.import_module(module), name)
-    return _names_of(module)[name] if root == __name__.partition(".")[0] else _Unknown(name, (), {})
+    is_ours = _file_of(module) is not None and _file_of(f"{module}.{name}") is None
+    return _names_of(module)[name] if is_ours else _Unknown(name, (), {})
 
 
 class _Unknown(type):
