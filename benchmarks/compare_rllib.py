@@ -60,7 +60,7 @@ Row = Mapping[str, Any]
 
 def made(setting: Setting, env: str, seed: int = 0) -> tuple[Experiment, Program]:
     """A setting of msrl_jax in one of the two environments, planned for one device."""
-    experiment = make_experiment(setting.algo, env, overrides=setting.config | setting.only_ours, seed=seed)
+    experiment = make_experiment(setting.algo, env, **setting.config | setting.only_ours, seed=seed)
     policy = "MultiLearner" if env.startswith("gymnasium:") else "GPUOnly"
     return experiment, experiment.compile(msrl.policies.get(policy), jax.devices()[:1])
 

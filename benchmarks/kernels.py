@@ -51,7 +51,7 @@ def per_iteration(found: Sequence[Launches], length: int) -> int:
 def ours(setting: Setting) -> int:
     """What our program launches per iteration."""
     config = setting.config | setting.only_ours
-    experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
+    experiment = make_experiment(setting.algo, setting.env, **config, seeds=setting.seeds)
     program = experiment.compile(msrl.policies.GPUOnly(), msrl.plan_devices("gpu:h100:1"))
     (compiled,) = program.compiled(ITERATIONS)
     # The number of iterations is an argument, so this loop has no known length, and counts once.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from comparison import new_file
 
 from msrl_jax.fragments.plan.topologies import cpus_of
 from msrl_jax.report import curves
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--envs-per-device", type=int, default=8)
     parser.add_argument("--config", type=json.loads, default={}, help="fields of the config, as JSON")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure of --rows")
+    parser.add_argument("--svg", type=new_file, help="file for a figure of --rows")
     parser.add_argument("--rows", nargs="+", type=Path, default=[], help="JSON files of earlier calls")
     args = parser.parse_args(argv)
     if args.svg:

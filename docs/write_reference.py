@@ -20,8 +20,8 @@ THEMES = {
 API = {
     "msrl_jax": [
         "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
-        "plot_runs", "profile",
+        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "video", "export", "plot", "plot_lineage", "plot_sweep",
+        "runs_page", "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],

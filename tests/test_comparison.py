@@ -1,11 +1,12 @@
 """Comparisons with other libraries: turns with another process, the record, and the table in a page."""
 
+import argparse
 import sys
 import textwrap
 
 import pytest
 
-from benchmarks.comparison import Peer, Setting, chosen, merge, others_seconds, rewrite, table
+from benchmarks.comparison import Peer, Setting, chosen, merge, new_file, others_seconds, rewrite, table
 
 SETTING = Setting("ppo", "CartPole-v1", {"num_envs": 4, "unroll_length": 128})
 PAGE = "# Speed\n\n<!-- rejax: begin -->\nold\n<!-- rejax: end -->\n\nText.\n<!-- other: begin -->\nkept\n<!-- other: end -->\n"
@@ -97,3 +98,14 @@ def test_a_peer_answers_in_turns_and_ends(worker):
         assert others_seconds(peer.pid) is None or others_seconds(peer.pid) >= 0
         with pytest.raises(RuntimeError, match="ended with code 3"):
             peer.run(2.0)
+
+
+def test_a_file_without_a_folder_is_refused_before_what_it_shows(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--svg", type=new_file)
+    assert parser.parse_args(["--svg", str(tmp_path / "x.svg")]).svg == tmp_path / "x.svg"
+    refused = {tmp_path / "no" / "x.svg": f"has no folder {tmp_path / 'no'}; make it", tmp_path: "is a folder"}
+    for given, message in refused.items():
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--svg", str(given)])
+        assert message in " ".join(capsys.readouterr().err.split())

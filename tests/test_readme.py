@@ -20,7 +20,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.cli import launch
-from msrl_jax.cli.command import Command, Outcome
+from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.configs.names import tunable_fields
 from msrl_jax.envs import registry
@@ -413,7 +413,7 @@ def test_the_first_hour(run_sections):
     assert train["result"].members == 8 and train["result"].history["episode_return"].shape[1:] == (8,)
     assert msrl.Result.load("saved").members == 8
     assert all(Path(name).stat().st_size for name in ("rates.png", "curve.png", "first.gif", "first.html", "corridor.gif"))
-    assert own["result"].video(max_steps=2).episodes[0].shape == (3, 20, 200, 3)
+    assert msrl.video(own["result"], max_steps=2).episodes[0].shape == (3, 20, 200, 3)
 
 
 @pytest.mark.slow
@@ -677,7 +677,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Outcome())
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Output())
     monkeypatch.setattr(launch, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     known, given = COMMANDS[command].options(), seen["given"]
@@ -701,7 +701,7 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
-    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Outcome())
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Output())
     monkeypatch.setattr(launch, "start", lambda argv, **options: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)

@@ -101,7 +101,7 @@ print("msrl_jax.games.self_play" in sys.modules, "msrl_jax.games.muzero" in sys.
 
 
 def test_runs_that_were_saved_before_an_algorithm_was_in_a_room_have_it():
-    experiment = make_experiment("self_play", "RockPaperScissors", overrides={"hidden_sizes": (4,)})
+    experiment = make_experiment("self_play", "RockPaperScissors", hidden_sizes=(4,))
     about = experiment.to_json()
     assert about["class"] == "msrl_jax.games.self_play:SelfPlay"
     again = Experiment.from_json(about | {"class": "msrl_jax.algorithms.self_play:SelfPlay"})

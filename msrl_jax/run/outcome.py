@@ -15,7 +15,7 @@ from msrl_jax.run.evaluation.evaluate import Evaluation
 from msrl_jax.run.evaluation.history import last_mean
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, each_member
 from msrl_jax.run.loop.loop import Status
-from msrl_jax.run.outputs.summary import card, describe, summarize
+from msrl_jax.run.summary import card, describe, summarize
 
 if TYPE_CHECKING:
     import pandas

@@ -58,7 +58,7 @@ def options(name):
 def types(name):
     """Of the state, and of what an iteration returns; and the types of the results of all matrix products."""
     env, fields = options(name)
-    agent = make_experiment(name, env, total_steps=10_000, overrides=fields).agent
+    agent = make_experiment(name, env, total_steps=10_000, **fields).agent
     state = jax.eval_shape(lambda key: agent.with_data(agent.init(key)), jax.random.key(0))
     program, results = jax.make_jaxpr(agent.iteration, return_shape=True)(state)
     products = [eqn for body in jaxprs_in(program.jaxpr) for eqn in body.eqns if eqn.primitive.name == "dot_general"]

@@ -96,7 +96,7 @@ def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
 
 
 def test_a_step_writes_its_row_and_copies_no_other():
-    setup = make_experiment("ppo", ENV, total_steps=6400, overrides=PPO).record(1600)
+    setup = make_experiment("ppo", ENV, total_steps=6400, **PPO).record(1600)
     (program,) = setup.compile(msrl.policies.GPUOnly(1)).compiled()
     made_by = [made.kind for made in instructions(program) if re.match(r"\w+\[1600,8", made.shape)]
     assert [kind for kind in made_by if kind in ("copy", "dynamic-update-slice")] == ["dynamic-update-slice"] * 6

@@ -37,7 +37,7 @@ def initial(algorithm, name):
     env = game if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
     given = {"data": noise(msrl.envs.make(env))} if kind.offline else {}
     given |= {"teams": "player_0=ippo player_1=random"} if name == "teams" else {}
-    state = jax.eval_shape(make_experiment(algorithm, env, overrides=given).initial_state)
+    state = jax.eval_shape(make_experiment(algorithm, env, **given).initial_state)
     return [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state)]
 
 

@@ -4,9 +4,11 @@ import jax
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
 from msrl_jax.report import bench as benchmark
 from msrl_jax.report.bench import bench, format_table, interleave
+from msrl_jax.run import Experiment
 
 
 class Recorder:
@@ -43,7 +45,7 @@ SMALL = {
 def measured(one_device):
     """The measurements, and the lines before them."""
     lines = []
-    return bench(**SMALL, against="jit", devices=one_device, on_stage=lines.append, on_measurement=lines.append), lines
+    return bench(**SMALL, against="jit", devices=one_device, note=lines.append), lines
 
 
 def test_a_line_says_what_compiles_and_what_is_timed(measured):
@@ -147,7 +149,7 @@ def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
 
 MISTAKES = [
     {"policy": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algo": ()},
-    {"algo": ("ppo", "cql")},
+    {"algo": ("ppo", "cql")}, {"algo": (Experiment(algorithm=PPO()),)},
 ]
 
 
@@ -155,5 +157,5 @@ MISTAKES = [
 def test_one_mistake_in_the_grid_stops_it_before_anything_is_measured(mistake):
     measured = []
     with pytest.raises(ValueError):
-        bench(**{"num_envs": (8,), **mistake}, on_measurement=measured.append)
+        bench(**{"num_envs": (8,), **mistake}, note=measured.append)
     assert measured == []

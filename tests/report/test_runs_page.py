@@ -1,6 +1,5 @@
 """A page about runs says what they are, differ in and took; it is one file that loads nothing."""
 
-import argparse
 import dataclasses
 import html.parser
 import re
@@ -11,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli import main
-from msrl_jax.report.curves import mean_curve, new_file
+from msrl_jax.report.curves import mean_curve
 from msrl_jax.report.statistics import estimate, mean
 from tests.support.full_disk import no_file_above
 
@@ -278,14 +277,3 @@ def test_the_command_line_writes_it(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(folder), "--metrics", "value_loss", "entropy"]) == 0
     assert capsys.readouterr().out.strip() == "report.html" and "value loss" in (tmp_path / "report.html").read_text()
-
-
-def test_a_file_without_a_folder_is_refused_before_what_it_shows(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--svg", type=new_file)
-    assert parser.parse_args(["--svg", str(tmp_path / "x.svg")]).svg == tmp_path / "x.svg"
-    refused = {tmp_path / "no" / "x.svg": f"has no folder {tmp_path / 'no'}; make it", tmp_path: "is a folder"}
-    for given, message in refused.items():
-        with pytest.raises(SystemExit):
-            parser.parse_args(["--svg", str(given)])
-        assert message in " ".join(capsys.readouterr().err.split())

@@ -20,7 +20,7 @@ SMALL = {"num_envs": 8, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 
 
 
 def small(**changes):
-    return make_experiment("ppo", "CartPole-v1", overrides=SMALL | changes)
+    return make_experiment("ppo", "CartPole-v1", **SMALL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
     """20 cases: algorithms and sizes times delays of a transfer, which the host sleeps."""
     regrets = {}
     for number, (algo, sizes) in enumerate(CASES):
-        experiment = make_experiment(algo, "CartPole-v1", overrides=sizes)
+        experiment = make_experiment(algo, "CartPole-v1", **sizes)
         programs = {name: experiment.compile(policies.get(name)) for name in policies.names()}
         for delay in DELAYS:
             predicted, measured = {}, {}

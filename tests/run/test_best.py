@@ -53,7 +53,7 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     ends = [column[-2:] for column in returns.T]
     tail = [x if np.isnan(end).all() else np.nanmean(end) for end, x in zip(ends, last, strict=True)]
     assert few.summary()["episode_return"] == np.mean(tail) and "nan" not in repr(few)
-    steps, mean = few.plot().axes[0].lines[0].get_xydata().T
+    steps, mean = msrl.plot(few).axes[0].lines[0].get_xydata().T
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)
 
 

@@ -56,7 +56,7 @@ def test_the_result_says_which_member_has_which_setting(swept):
 
 @pytest.mark.long
 def test_a_figure_has_a_line_for_each_setting(swept):
-    panel = swept.plot(metrics=("entropy",)).axes[0]
+    panel = msrl.plot(swept, metrics=("entropy",)).axes[0]
     labels = [line.get_label() for line in panel.lines]
     assert labels == ["learning_rate=0.0001, discount=0.9", "learning_rate=0.01, discount=0.99"]
     np.testing.assert_allclose(panel.lines[1].get_ydata(), swept.history["entropy"][:, 3:].mean(1))
@@ -99,7 +99,7 @@ def twelve(few):
 )
 def test_members_that_divide_are_split_and_nothing_is_summed_over_devices(policy, tiny):
     overrides = {"learning_rate": [1e-4, 1e-3], **tiny, "num_envs": 5}
-    setup = make_experiment("ppo", ENV, seeds=2, total_steps=1000, overrides=overrides)
+    setup = make_experiment("ppo", ENV, seeds=2, total_steps=1000, **overrides)
     program = setup.compile(msrl.policies.get(policy), jax.devices()[:4])
     assert [c for p in program.explain().programs for c in p.collectives] == []
     placed = innermost(program.unwrap(setup.start(program))).obs.sharding

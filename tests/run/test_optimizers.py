@@ -7,7 +7,7 @@ import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.prepare import make_experiment
 from tests.support import transformations
 from tests.support.runs import assert_same_state
 
@@ -74,7 +74,7 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     out = tmp_path / "run"
     assert main([*words, *chosen, "--out", str(out)]) == 0
     fields = {"optimizer": chosen[1], "learning_rate": chosen[3], "entropy_coef": chosen[5]}
-    expected = experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | fields)
+    expected = make_experiment("ppo", ENV, total_steps=STEPS, **SMALL | fields)
     assert msrl.Result.load(out, trust=True).experiment == expected
     assert main([*words, "--out", str(out), "--resume", *chosen]) == 0
     assert main([*words, "--optimizer", "addam"]) == 2

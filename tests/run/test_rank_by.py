@@ -98,7 +98,7 @@ def test_unknown_metrics_are_refused_before_anything_compiles(options, monkeypat
 
 
 def test_a_metric_ranks_what_returns_do_not(tiny):
-    agent = make_experiment("ppo", Measured(), overrides=tiny, pbt=PBT).behavior.agent
+    agent = make_experiment("ppo", Measured(), **tiny, pbt=PBT).behavior.agent
     opposing = dataclasses.replace(agent, ranked=False)
     with pytest.raises(ValueError, match=r"train without pbt, or with rank_by= a metric"):
         evolve(opposing, PBT)

@@ -81,7 +81,7 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
     assert_same_state(loaded.registers, jax.device_get(stale.registers))
 
-    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, overrides=tiny)
+    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, **tiny)
     program = setup.compile(msrl.policies.get(stale.description["policy"]), jax.devices()[:2])
     original, _ = program.run(msrl.Delayed(stale.run_state, stale.registers), 1)
     resumed, metrics = program.run(msrl.Delayed(loaded.run_state, loaded.registers), 1)
@@ -168,17 +168,17 @@ def test_a_notebook_shows_the_curve_and_the_text(trained):
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):
-    figure = trained.plot(tmp_path / "curve.png", metrics=("episode_return", "entropy"))
+    figure = msrl.plot(trained, tmp_path / "curve.png", metrics=("episode_return", "entropy"))
     assert (tmp_path / "curve.png").stat().st_size > 1000
     returns, entropy = figure.axes
     np.testing.assert_array_equal(returns.lines[0].get_xydata()[:, 1], trained.history["episode_return"])
     np.testing.assert_array_equal(returns.lines[1].get_xydata()[:, 0], [128, 256, 384])
     np.testing.assert_array_equal(entropy.lines[0].get_xydata()[:, 1], trained.history["entropy"])
     np.testing.assert_allclose(
-        members.plot().axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
+        msrl.plot(members).axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
     )
     with pytest.raises(ValueError, match="no column 'loss'"):
-        trained.plot(metrics=("loss",))
+        msrl.plot(trained, metrics=("loss",))
 
 
 def test_pandas_gets_a_row_for_every_chunk_and_member(trained, members):

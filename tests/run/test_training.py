@@ -230,7 +230,7 @@ def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
 
 
 def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
-    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, overrides=tiny)
+    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, **tiny)
     assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
     assert make_experiment(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3) == experiment
     assert experiment.difference(dataclasses.replace(experiment, seed=4)) == ("seed", 3, 4)

@@ -41,8 +41,10 @@ class Behavior:
     env: Environment
     follows: bool = True  # whether environment parameters are drawn from the distributions in a state, or from those of `env`
 
-    def elsewhere(self, env_params: GivenParams) -> "Behavior":
-        """Returns the same behavior with other distributions of environment parameters; if empty, with the defaults."""
+    def elsewhere(self, env_params: GivenParams | None) -> "Behavior":
+        """Returns the behavior with other distributions of environment parameters: the defaults if empty, the same if None."""
+        if env_params is None:
+            return self
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
         return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
 

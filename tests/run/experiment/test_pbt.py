@@ -275,7 +275,7 @@ def test_text_says_the_same():
 @functools.cache
 def reference(iterations=6):
     """The run of eight members, the initial state, and the result of plain jit(scan)."""
-    setup = make_experiment("ppo", ENV, overrides=SMALL, pbt=EIGHT)
+    setup = make_experiment("ppo", ENV, **SMALL, pbt=EIGHT)
     state = setup.initial_state()
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 

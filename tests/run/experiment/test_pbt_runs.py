@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.run import Result, RunFolderError
-from msrl_jax.run.outputs.summary import copies
+from msrl_jax.run.outputs.figures import copies
 from msrl_jax.run.prepare import make_experiment
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
@@ -69,11 +69,11 @@ def test_settings_summary_and_text(trained):
 
 @pytest.mark.long
 def test_lineage_is_drawn(trained, tmp_path, members):
-    figure = trained.plot_lineage(tmp_path / "lineage.png")
+    figure = msrl.plot_lineage(trained, tmp_path / "lineage.png")
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
     assert (tmp_path / "lineage.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="this run has no lineage; train with pbt"):
-        members.plot_lineage()
+        msrl.plot_lineage(members)
 
 
 @pytest.mark.long
@@ -94,7 +94,7 @@ def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
 
 def test_initial_values_may_be_given():
     rates = (1e-3, 2e-3, 3e-3, 4e-3)
-    given = make_experiment("ppo", ENV, overrides={"learning_rate": list(rates), **SMALL}, pbt=FOUR)
+    given = make_experiment("ppo", ENV, **{"learning_rate": list(rates), **SMALL}, pbt=FOUR)
     assert given.settings == FOUR.initial(0) | {"learning_rate": rates}
 
 
@@ -114,7 +114,7 @@ def test_initial_values_lie_in_the_search(search, message):
 def test_bounds_rounded_to_float32_lie_in_the_search():
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
     rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
-    experiment = make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt)
+    experiment = make_experiment("ppo", ENV, **{"learning_rate": rounded, **SMALL}, pbt=pbt)
     assert rounded[0] < 1e-6 and experiment.members == 2
 
 

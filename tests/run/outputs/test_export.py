@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.outputs.export import policy_of, write
 from tests.support.acting import acting
@@ -148,7 +149,7 @@ def test_models_are_made_one_at_a_time(trained, tmp_path):
     pytest.importorskip("jax2onnx", reason="ONNX files need jax2onnx and onnxruntime")
     before = {name: getattr(jnp, name) for name in dir(jnp)}
     with ThreadPoolExecutor(3) as pool:
-        files = list(pool.map(lambda i: trained.export(tmp_path / f"{i}.onnx"), range(3)))
+        files = list(pool.map(lambda i: msrl.export(trained, tmp_path / f"{i}.onnx"), range(3)))
     assert len({file.read_bytes() for file in files}) == 1
     assert [name for name, value in before.items() if getattr(jnp, name) is not value] == []
 
@@ -183,19 +184,19 @@ def test_a_file_of_a_run_acts_in_a_process_that_has_jax_alone(trained, run_folde
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path):
     with pytest.raises(ValueError, match=r"policy\.txt: name a file that ends in \.jaxexport or \.onnx"):
-        trained.export(tmp_path / "policy.txt")
+        msrl.export(trained, tmp_path / "policy.txt")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(ValueError, match="is a folder; name a file"):
-        trained.export(tmp_path / "folder.onnx")
+        msrl.export(trained, tmp_path / "folder.onnx")
     (tmp_path / "folder.onnx").rmdir()
     with pytest.raises(ValueError, match="there is no folder"):
-        trained.export(tmp_path / "none" / "policy.jaxexport")
+        msrl.export(trained, tmp_path / "none" / "policy.jaxexport")
     with pytest.raises(ValueError, match="member=1: this run has only member 0"):
-        trained.export(tmp_path / "policy.jaxexport", member=1)
+        msrl.export(trained, tmp_path / "policy.jaxexport", member=1)
     with pytest.raises(ValueError, match=r"export a policy that samples as \.jaxexport"):
-        trained.export(tmp_path / "policy.onnx", sample=True)
+        msrl.export(trained, tmp_path / "policy.onnx", sample=True)
     with pytest.raises(ValueError, match="batch=0: use an integer of at least 1"):
-        trained.export(tmp_path / "policy.jaxexport", batch=0)
+        msrl.export(trained, tmp_path / "policy.jaxexport", batch=0)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,8 +1,7 @@
-"""Describes a run: its summary as plain data and as text, and its figures."""
+"""Describes a run: its summary as plain data, as text, and as a figure of its history."""
 
 import html
 import io
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 Result: TypeAlias = Any  # a `msrl_jax.Result`, or an `Outcome`, whose methods call this module
 
 MOST_LINES = 10  # with more settings than this, a figure shows the mean over all of them
-_PREFIX = "pbt/"
+PREFIX = "pbt/"  # of columns with hyperparameters that PBT changes
 
 
 def summarize(result: Result) -> dict[str, Any]:
@@ -140,30 +139,14 @@ def _spread(values: np.ndarray, what: str) -> str:
     return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
 
 
-def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
-    """Lists the copies of members in order of time: the steps before the chunk, the member, and its parent."""
-    found = []
-    begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
-    for iteration, step, parents in begins:
-        if iteration and iteration % every == 0:
-            found += [(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
-    return found
-
-
 def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the hyperparameters in the last chunk, `[M]` by field; empty if no population was trained."""
-    columns = {name.removeprefix(_PREFIX): x for name, x in history.items() if name.startswith(_PREFIX) and name != PARENT}
+    columns = {name.removeprefix(PREFIX): x for name, x in history.items() if name.startswith(PREFIX) and name != PARENT}
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
-def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
-    """Returns the figure; writes it to the file if there is a path."""
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
-def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
+def panels_of(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
+    """Makes a figure with a panel for each name."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
     size = (7, 1 + 3 * len(names))
@@ -178,14 +161,14 @@ def _figure(result: Result, names: Sequence[str]) -> tuple["Figure", Any]:
 
 
 def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
-    """See `Result.plot`."""
+    """Plots columns of the history; see `msrl_jax.run.outputs.figures.plot`."""
     history, groups = result.history, dict[str, list[int]]()
     if result.description["settings"] and not result.description["pbt"]:
         for member, setting in enumerate(result.settings):
             groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
     if missing := [name for name in metrics if name not in history]:
         raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
-    figure, panels = _figure(result, metrics)
+    figure, panels = panels_of(result, metrics)
     for panel, name in zip(panels, metrics, strict=True):
         column = history[name]
         if 0 < len(groups) <= MOST_LINES and column.ndim > 1:
@@ -211,22 +194,3 @@ def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: 
     (line,) = panel.plot(steps, mean, style, label=label)
     if column.ndim > 1:
         panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)
-
-
-def plot_lineage(result: Result) -> "Figure":
-    """Plots the hyperparameters of all members against steps, with a line to each member from the one that it copied."""
-    history, pbt = result.history, result.experiment.pbt
-    fields = list(final_values(history))
-    figure, panels = _figure(result, fields)
-    ends = np.asarray(history["step"])
-    begins = np.concatenate([[0], ends[:-1]])
-    for panel, name in zip(panels, fields, strict=True):
-        values = history[f"{_PREFIX}{name}"]
-        for member, column in enumerate(values.T):
-            panel.hlines(column, begins, ends, color=f"C{member % 10}", lw=1.5)
-        for step, member, parent in copies(history, pbt.every):
-            after = int(np.searchsorted(begins, step))
-            line = values[after - 1, parent], values[after, member]
-            panel.plot([step, step], line, color=f"C{parent % 10}", lw=0.7, marker=".")
-        panel.set_yscale("log" if pbt.search[name].kind.startswith("log") else "linear")
-    return figure
