@@ -98,6 +98,26 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
 
 
+INTERRUPTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *given):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from msrl_jax.cli import main
+sys.exit(main(["evaluate", "nowhere"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["msrl_jax.cli.commands", "jax"])
+def test_ctrl_c_during_the_imports_is_one_line(module):
+    done = processes.run([sys.executable, "-c", INTERRUPTING, module])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
+
+
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
     (["--verison"], "did you mean '--version'?"),
