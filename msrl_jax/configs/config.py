@@ -70,10 +70,11 @@ def config(
         cls.build = _of_plain_fields(cls.build)
         new: Any = entry(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
+        new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
         fields.register(new)
         is_of_room = _rooms.added("algorithms").get(name) == f"{new.__module__}:{new.__qualname__}"
         alike = [] if is_of_room else [ALGORITHMS[n] for n in ALGORITHMS if n.lower() == name.lower()]
-        if any(before is not None and _place(before) != _place(new) for before in alike):
+        if any(before is not None and vars(before)["declared_in"] != new.declared_in for before in alike):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         ALGORITHMS[name] = new  # a notebook cell may redefine it
         return new
