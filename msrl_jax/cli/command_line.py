@@ -167,7 +167,11 @@ def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str
     processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
     if (code := launch.start(argv, **processes)) is not None:
         return code
-    with contextlib.nullcontext() if name == "list" else compiling.on_disk():
+    with contextlib.ExitStack() as stack:
+        if general.json:  # such as what an environment or a package that draws prints
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if name != "list":
+            stack.enter_context(compiling.on_disk())
         text, data, code = command(given)
     if general.json and data is not None:
         if "jax" in sys.modules:  # otherwise the data are plain already

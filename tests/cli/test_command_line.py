@@ -225,6 +225,21 @@ def test_list_names_everything(capsys):
     assert "ppo" in names["algorithms"] and "CartPole-v1" in names["environments"] and "GPUOnly" in names["policies"]
 
 
+def test_with_json_nothing_else_is_on_standard_output(monkeypatch, capsys):
+    listing = command_line.COMMANDS["list"]
+
+    def talking(self, given):
+        print("hello from an environment")
+        return Outcome("text", {"number": 1})
+
+    monkeypatch.setattr(type(listing), "__call__", talking)
+    assert main(["list", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == '{"number": 1}\n' and captured.err == "hello from an environment\n"
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "hello from an environment\ntext\n"
+
+
 def test_help_starts_no_device():
     # `--cpu-devices` can be obeyed only if nothing before it has started a backend.
     code = "import msrl_jax.cli, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices()))"
