@@ -54,7 +54,8 @@ class Result(Outcome):
       run_state: the whole state at the end: `state`, wrapped in the states that the run adds, such as its count of iterations.
         A program continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was
-        non-finite; "unfinished" for the folder of a run that is in progress or was killed.
+        non-finite; "unfinished" for the folder of a run that is in progress or was killed; "earlier checkpoint" if the result
+        was loaded at a checkpoint that is not the newest one.
       compile_seconds: time for tracing and compiling the training program and the initial state.
       wall_seconds: total time of the run, excluding saving.
       evaluation: the last evaluation, if there was one.
@@ -387,7 +388,7 @@ class Result(Outcome):
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
         """
-        if self.experiment.pbt is None or not len(self.history.get("step", ())):
+        if self.experiment.pbt is None or not len(self.history["step"]):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         return saved(plot_lineage(self), path)
 
@@ -419,7 +420,7 @@ class Result(Outcome):
         """
         number = self.member(member)
         about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
-        steps = int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0
+        steps = int(self.history["step"][-1]) if len(self.history["step"]) else 0
         about |= {"run": self.folder, "member": number, **self.settings[number], "steps": steps, "sample": sample}
         with export.one_at_a_time:
             policy = export.policy_of(self.behavior, self._of_member(number), sample)
