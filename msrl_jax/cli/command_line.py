@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
-    if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
+    if (code and _is_one_of_several()) or (is_whole_process and (code == INTERRUPTED or compiling.is_busy())):
         _end(code)
     return code
 
@@ -93,7 +93,7 @@ def _is_one_of_several() -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process immediately: a normal exit would wait for other processes and for compilations in progress."""
+    """Ends the process immediately: a normal exit would wait for other processes, and for threads that compile or compute."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -118,6 +118,23 @@ def test_ctrl_c_during_the_imports_is_one_line(module):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
 
 
+def test_after_ctrl_c_no_thread_keeps_the_process():
+    code = """
+import sys, threading, time
+from msrl_jax.cli import command, main
+
+def interrupted(self, given):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise KeyboardInterrupt
+
+command.Command.__call__ = interrupted
+sys.argv = ["msrl-jax", "list"]
+sys.exit(main())
+"""
+    done = processes.run([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
+
+
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
     (["--verison"], "did you mean '--version'?"),
