@@ -82,7 +82,7 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     gradients, others = sums(program, start)
     assert gradients == [config.num_epochs * config.num_minibatches]
-    # Mean and deviation of the advantages; number, returns and lengths of the episodes that ended; whether any was truncated; the
+    # Mean and deviation of the advantages; number, returns and lengths of the episodes that ended; whether one was cut; the
     # squares of the value targets, in two scales.
     assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 8
 

@@ -26,7 +26,7 @@ class General:
 
     Args:
       cpu_devices: compute on this many virtual CPU devices.
-      json: print the outcome as one line of JSON instead of text, as the last line on stdout.
+      json: print the outcome as one line of JSON instead of text; everything else is printed on stderr.
       trust: run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms.
       config: file with options, FILE.toml, whose keys are the names of flags; flags take precedence over the file.
       print_config: print a config file with all options, and exit.

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from msrl_jax.cli import config_file, launch
+from msrl_jax.cli import INTERRUPTED, PROG, config_file, launch
 from msrl_jax.cli.command import Command, Parsed, parse
 from msrl_jax.cli.commands import COMMANDS, DIVERGED, NOT_SAVED
 from msrl_jax.cli.config_file import ConfigFile
@@ -24,8 +24,7 @@ from msrl_jax.fragments.support import compiling, terminal
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
 
-PROG = "msrl-jax"
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
-    if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
+    if (code and _is_one_of_several()) or (is_whole_process and (code == INTERRUPTED or compiling.is_busy())):
         _end(code)
     return code
 
@@ -94,7 +93,7 @@ def _is_one_of_several() -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process immediately: a normal exit would wait for other processes and for compilations in progress."""
+    """Ends the process immediately: a normal exit would wait for other processes, and for threads that compile or compute."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -168,7 +167,11 @@ def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str
     processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
     if (code := launch.start(argv, **processes)) is not None:
         return code
-    with contextlib.nullcontext() if name == "list" else compiling.on_disk():
+    with contextlib.ExitStack() as stack:
+        if general.json:  # such as what an environment or a package that draws prints
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if name != "list":
+            stack.enter_context(compiling.on_disk())
         text, data, code = command(given)
     if general.json and data is not None:
         if "jax" in sys.modules:  # otherwise the data are plain already

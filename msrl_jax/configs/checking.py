@@ -34,7 +34,7 @@ def check_fields(self: Any) -> None:
 
 
 def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """Returns the Python number of a scalar array, the integer of a float such as 1e5, the text of a call, and the tuple of a list."""
+    """Returns plain Python: scalar arrays as numbers, floats such as 1e5 as integers, calls as text, lists as tuples."""
     if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
         value = value.item()
     if int in kinds and float not in kinds and isinstance(value, float) and value.is_integer():

@@ -71,8 +71,9 @@ def config(
         cls.build = _of_plain_fields(cls.build)
         new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
+        new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
         alike = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
-        if any(other is not None and _place(other) != _place(new) for other in alike):
+        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in alike):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         DECLARED[name] = new  # a notebook cell may redefine it
         return new

@@ -20,7 +20,7 @@ class Annealed:
 
     def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
         """Returns the probability of random actions after `steps`. `[]`"""
-        left = 1 - fraction(steps, 1, self.steps)  # a fraction, because a count may overflow
+        left = 1 - fraction(steps, self.steps)  # a fraction, because a count may overflow
         return (1.0 - self.final) * left + self.final
 
 

@@ -153,7 +153,7 @@ def record(
         "action_space": str(behavior.env.action_space),
         **agents_of(behavior.env),
         "made_by": f"{description['algorithm']}, {how}",
-        "trained_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
+        "trained_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0,
         "seed": seed,
     }
     check_returns_not_nan(behavior.env, rows.reward)

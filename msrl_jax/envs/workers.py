@@ -81,6 +81,19 @@ class _Process:
         self.asked.clear()
 
 
+def _shared_memory(size: int) -> tuple[mmap.mmap, int]:
+    """Returns memory that worker processes share, and the number of its file; raises OSError if there is too little space."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(size))  # a file that only seems to have this size would end the process when it is used
+            file.flush()
+            return mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+    except OSError as error:
+        fact = f"{error.strerror} for {size:,} bytes of the simulators; use fewer environments, or give it more space"
+        raise OSError(error.errno, fact, folder) from error
+
+
 class Workers:
     """`E` Gymnasium environments in worker processes, over shared memory; see `Simulators`.
 
@@ -107,9 +120,7 @@ class Workers:
         self._timeout, self._drop_slowest = timeout, drop_slowest
         if num_workers is None:
             num_workers = processors()
-        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
-            os.ftruncate(file.fileno(), layout.num_envs * layout.row.itemsize)
-            self._memory, self._file = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+        self._memory, self._file = _shared_memory(layout.num_envs * layout.row.itemsize)
         self._view = layout.view(self._memory)
         count = layout.num_envs
         self._status = np.full(count, _Status.DOWN, np.uint8)

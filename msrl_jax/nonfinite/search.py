@@ -29,9 +29,9 @@ def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
     finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
     if found.origin.fragment is None:
         return finding
-    path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / FILE
     try:
-        saved = save(path, found, run.description, run.experiment.recorded_steps)
+        folder = Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path
+        saved = save(folder / FILE, found, run.description, run.experiment.recorded_steps)
     except OSError as error:
         return dataclasses.replace(finding, note=f"The step could not be written: {error}")
     return dataclasses.replace(finding, replay=saved)

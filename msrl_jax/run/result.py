@@ -48,7 +48,8 @@ class Result(Outcome):
       run_state: the whole state at the end: `state`, wrapped in the states that the run adds, such as its count of iterations.
         A program continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was
-        non-finite; "unfinished" for the folder of a run that is in progress or was killed.
+        non-finite; "unfinished" for the folder of a run that is in progress or was killed; "earlier checkpoint" if the result
+        was loaded at a checkpoint that is not the newest one.
       compile_seconds: time for tracing and compiling the training program and the initial state.
       wall_seconds: total time of the run, excluding saving.
       evaluation: the last evaluation, if there was one.

@@ -36,7 +36,7 @@ def summarize(result: Result) -> dict[str, Any]:
     devices = result.description["devices"]
     return about | {
         "devices": devices["count"], "platform": devices["platform"],
-        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0, "status": result.status,
+        "total_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0, "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
         **({"save_error": result.save_error} if result.save_error else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
@@ -65,7 +65,7 @@ def describe(result: Result) -> str:
     each = " per member" if fields else " per seed" * (s["seeds"] > 1)
     steps = f"{s['total_steps']:,} {unit}{each}{why}"
     rate = ""
-    if result.history:
+    if len(result.history["step"]):
         total = f" ({s['steps_per_second']:,.0f} of all {result.members})" if each else ""
         rate = f"; the median chunk trains {s['steps_per_second'] / result.members:,.0f} {unit}/s{each}{total}"
     lines = [
@@ -108,7 +108,7 @@ def card(result: Result) -> str:
 
 def _per_iteration(history: Mapping[str, np.ndarray]) -> int:
     """Returns the steps per member in an iteration."""
-    return int(history["step"][-1] / history["iteration"][-1]) if len(history.get("step", ())) else 0
+    return int(history["step"][-1] / history["iteration"][-1]) if len(history["step"]) else 0
 
 
 def _of_episodes(column: str, prefix: str) -> str:

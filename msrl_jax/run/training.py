@@ -309,7 +309,7 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
 def _result(run: Run) -> Result:
     times = run.times
     return Result(
-        experiment=run.experiment, description=run.description, history=stack_rows(run.rows),
+        experiment=run.experiment, description=run.description, history=stack_rows(run.rows, run.description),
         run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
         stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
         timings=run.seconds, evaluation=run.evaluation, folder=run.path,

@@ -98,6 +98,43 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
 
 
+INTERRUPTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *given):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from msrl_jax.cli import main
+sys.exit(main(["evaluate", "nowhere"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["msrl_jax.cli.commands", "jax"])
+def test_ctrl_c_during_the_imports_is_one_line(module):
+    done = processes.run([sys.executable, "-c", INTERRUPTING, module])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
+
+
+def test_after_ctrl_c_no_thread_keeps_the_process():
+    code = """
+import sys, threading, time
+from msrl_jax.cli import command, main
+
+def interrupted(self, given):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise KeyboardInterrupt
+
+command.Command.__call__ = interrupted
+sys.argv = ["msrl-jax", "list"]
+sys.exit(main())
+"""
+    done = processes.run([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
+
+
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
     (["--verison"], "did you mean '--version'?"),
@@ -203,6 +240,21 @@ def test_list_names_everything(capsys):
     assert main(["list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
     assert "ppo" in names["algorithms"] and "CartPole-v1" in names["environments"] and "GPUOnly" in names["policies"]
+
+
+def test_with_json_nothing_else_is_on_standard_output(monkeypatch, capsys):
+    listing = command_line.COMMANDS["list"]
+
+    def talking(self, given):
+        print("hello from an environment")
+        return Output("text", {"number": 1})
+
+    monkeypatch.setattr(type(listing), "__call__", talking)
+    assert main(["list", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == '{"number": 1}\n' and captured.err == "hello from an environment\n"
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "hello from an environment\ntext\n"
 
 
 def test_help_starts_no_device():

@@ -581,6 +581,28 @@ def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, er
         assert lines[1] == f"acting for {address}" and found[0].status == "finished" and ends[0] >= 2
 
 
+@pytest.mark.parametrize("learners", [1, 2])
+def test_ctrl_c_ends_the_threads_of_an_actor(learners, address):
+    """A thread that computes while Python ends would abort the process."""
+    listener, before = wire.listen(wire.address_of(address)), set(threading.enumerate())
+
+    def interrupt():
+        with contextlib.ExitStack() as stack:
+            for channel in [stack.enter_context(contextlib.closing(let_in(listener))) for _ in range(learners)]:
+                channel.receive()  # the actor waits for an answer now
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            ended.wait(START)
+
+    ended = threading.Event()
+    learner = threading.Thread(target=interrupt, daemon=True)
+    learner.start()
+    with listener, pytest.raises(KeyboardInterrupt):
+        msrl.elastic.act(*[address] * learners)
+    ended.set()
+    learner.join()
+    assert not any(thread.is_alive() for thread in set(threading.enumerate()) - before)
+
+
 @pytest.mark.long
 def test_an_actor_that_still_compiles_hears_that_the_run_is_over(address):
     thread, found = learner_in_a_thread(address)

@@ -19,6 +19,7 @@ from msrl_jax.agents.action_spaces import check_bounded
 from msrl_jax.envs import GymnasiumEnvironment, workers
 from msrl_jax.envs.actions import action_transform
 from tests.support import processes
+from tests.support.full_disk import no_file_above
 from tests.support.simulators import Counting, Parts
 from tests.support.slow import slow_unless
 
@@ -305,6 +306,15 @@ def test_a_pool_that_nobody_holds_ends_its_workers():
     pids = [worker.process.pid for worker in sim.simulators._processes]
     del sim
     assert not any(map(alive, pids))
+
+
+def test_a_small_dev_shm_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    """Memory that is only reserved ends the process by SIGBUS when it is used."""
+    memory, file = workers._shared_memory(2**20)
+    assert len(memory) == 2**20 <= 512 * os.fstat(file).st_blocks
+    os.close(file)
+    with no_file_above(2**16), pytest.raises(OSError, match=r"for 1,048,576 bytes of the simulators; use fewer environments"):
+        workers._shared_memory(2**20)
 
 
 def test_constructors_of_the_main_module_and_closures_work():

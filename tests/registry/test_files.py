@@ -67,6 +67,20 @@ def test_a_changed_file_is_run_again(folder):
         algorithms.get("my_ppo.py")
 
 
+def test_a_file_that_failed_is_run_again_once_it_is_corrected(folder, monkeypatch):
+    path = algorithms.copy("ppo", "my_ppo.py")
+    good = path.read_text()
+    path.write_text(f"{good}\nraise KeyError('the last line')\n")  # the config has its name by then
+    with pytest.raises(ValueError, match="KeyError: 'the last line'; correct the file"):
+        algorithms.get("my_ppo.py")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(KeyError):
+        importlib.import_module("my_ppo")
+    path.write_text(good)
+    importlib.invalidate_caches()
+    assert algorithms.get("my_ppo.py") is algorithms.get("my_ppo")
+
+
 def test_a_file_is_the_module_that_a_program_has_imported(folder, monkeypatch):
     algorithms.copy("ppo", "my_ppo.py")
     monkeypatch.syspath_prepend(folder)

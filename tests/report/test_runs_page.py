@@ -12,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.report.curves import mean_curve
 from msrl_jax.report.statistics import estimate, mean
+from msrl_jax.run.evaluation.history import stack_rows
 from tests.support.full_disk import no_file_above
 
 TINY = {
@@ -89,7 +90,7 @@ def test_every_fact_that_two_runs_differ_in_is_a_row(run, tmp_path):
         "settings": {"discount": [0.5, 0.125]}, "rank_by": "success", "guard": "skip", "data": {"path": "e"}, "policy": "f",
     }  # fmt: skip
     other = dataclasses.replace(run, description=run.description | facts, folder=None)
-    other = dataclasses.replace(other, history={}, evaluation=None)
+    other = dataclasses.replace(other, history=stack_rows([], other.description), evaluation=None)
     found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
     rows = {row[0]: row[1:] for row in found.rows}
     words = {

@@ -10,6 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.run import Result
+from msrl_jax.run.evaluation.history import stack_rows
 from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_state
 
@@ -163,8 +164,9 @@ def test_members_round_trip(members, tmp_path):
 def test_a_notebook_shows_the_curve_and_the_text(trained):
     shown = trained._repr_html_()
     assert shown.count("<svg") == 1 and f"<pre>{html.escape(repr(trained))}</pre>" in shown
-    empty = dataclasses.replace(trained, history={})
+    empty = dataclasses.replace(trained, history=stack_rows([], trained.description))
     assert "<svg" not in empty._repr_html_() and "<pre>Result: " in empty._repr_html_()
+    assert "chunk trains" not in repr(empty) and empty.to_pandas().empty and empty.plot() is not None
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):

@@ -4,6 +4,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,6 +154,7 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         raise InterruptedError
 
     monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", interrupt)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")  # runs from the start need no temporary folder
     with pytest.raises(InterruptedError):
         msrl.sweep(PPO(**tiny), ENV, method="grid", learning_rate=[1e-3, 2e-3], seed=4, devices=one_device, **COMMON)
     first, both = PPO(learning_rate=1e-3, **tiny), {"learning_rate": (1e-3, 2e-3)}

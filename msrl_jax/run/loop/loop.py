@@ -31,7 +31,7 @@ from msrl_jax.run.evaluation.history import NO_EPISODES, HostMetrics, LastEpisod
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 
-Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
+Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished", "earlier checkpoint"]
 
 
 # Limits of one dispatched part of a chunk: bytes of its metrics, and iterations in host-driven and fused plans.

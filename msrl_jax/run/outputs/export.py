@@ -74,7 +74,7 @@ def export(
     """
     number = result.member(member)
     about = {key: result.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
-    steps = int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0
+    steps = int(result.history["step"][-1]) if len(result.history["step"]) else 0
     about |= {"run": result.folder, "member": number, **result.settings[number], "steps": steps, "sample": sample}
     with one_at_a_time:
         policy = policy_of(result.behavior, result.acting_state(number), sample)

@@ -52,7 +52,7 @@ def plot_lineage(result: Result, path: str | os.PathLike | None = None) -> "Figu
     Raises:
       ValueError: if the members of the run are independent, or the run has no chunk yet.
     """
-    if result.experiment.pbt is None or not len(result.history.get("step", ())):
+    if result.experiment.pbt is None or not len(result.history["step"]):
         raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
     history, pbt = result.history, result.experiment.pbt
     fields = list(final_values(history))

@@ -18,7 +18,8 @@ import numpy as np
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.param_sources import GivenParams, with_source
+from msrl_jax.envs.param_sources import with_source
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.support.checks import as_path, check_seed, replacing, whole

@@ -276,7 +276,10 @@ def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     assert (part.status, part.stop_reason) == ("interrupted", "time limit") and part.interrupted
     assert part.history["iteration"].tolist() == [3, 6, 9, 12, 15, 18], "the chunk that passes the limit is not known before"
     none = train("ppo", tmp_path / "other", time_limit=1e-9, **options)
-    assert none.history == {} and none.stop_reason == "time limit" and "time limit" in repr(none)
+    assert none.stop_reason == "time limit" and "time limit" in repr(none)
+    for result in (none, Result.load(tmp_path / "other")):
+        assert {"step", "episode_return"} <= result.history.keys() and not any(map(len, result.history.values()))
+        assert np.isnan(result.final("episode_return")) and np.isnan(result.steps_per_second)
     assert complete(tmp_path / "other")[0].iteration == 0
     goes_on = msrl.train(resume=tmp_path / "other", devices=jax.devices()[:1], progress=False, callbacks=[stop_after(3)])
     assert goes_on.history["iteration"].tolist() == [3]

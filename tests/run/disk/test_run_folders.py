@@ -193,6 +193,16 @@ def test_an_ended_run_misses_its_newest_checkpoint(copy):
     assert loaded.status == "unfinished" and loaded.history["iteration"][-1] == before.iteration
 
 
+def test_the_status_tells_whether_a_checkpoint_is_the_newest(copy):
+    last, before = (c.iteration for c in complete(copy))
+    for which, status in [(before, "earlier checkpoint"), (last, Result.load(copy).status)]:
+        loaded = Result.load(copy, checkpoint=which)
+        assert loaded.status == status != "unfinished" and f"({status}" in repr(loaded)
+    (copy / "summary.json").unlink()  # as in a run that was killed
+    assert Result.load(copy, checkpoint=before).status == "earlier checkpoint"
+    assert Result.load(copy, checkpoint=last).status == "unfinished"
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     for resume, message in [(tmp_path / "none", "there is no folder"), (tmp_path, r"holds no run: config\.json is missing")]:
         with pytest.raises(RunFolderError, match=message):
