@@ -56,7 +56,7 @@ def learned():
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ppo_learns_to_get_every_integer_right():
     """One of the 24 actions opens the lock, another one for every number."""
     result = learned()
@@ -210,7 +210,7 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run", env=LOCK).act(SHOWN), OPEN)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
     run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
     where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]

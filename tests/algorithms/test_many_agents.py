@@ -18,7 +18,7 @@ from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
 from tests.support.modules import FORMS
-from tests.support.slow import mostly_slow, slow_unless
+from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}
@@ -141,16 +141,16 @@ def reference(case):
     return jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [("mappo-own-gru", 8, "Central")]
 SELDOM = [
+    ("mappo-own-gru", 8, "Central"),
     ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"), ("self_play-payoff", 8, "SingleLearnerCoarse"),
     ("alphazero", 8, "SingleLearnerCoarse"),
 ]  # fmt: skip
 
 
 def kind(*run):
-    """A run of the matrix: long if it runs seldom, and else slow unless it runs often."""
-    return pytest.param(*run, marks=pytest.mark.long) if run in SELDOM else slow_unless(run in OFTEN, *run)
+    """A run of the matrix: long if it runs seldom, and else slow."""
+    return pytest.param(*run, marks=pytest.mark.long if run in SELDOM else pytest.mark.slow)
 
 
 MATRIX = [

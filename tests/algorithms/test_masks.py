@@ -184,6 +184,7 @@ def mlp(params, x):
 
 
 @pytest.mark.parametrize("target", ["double", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_target_is_the_largest_value_of_the_legal_actions(target):
     env = Maze()
     agent, config = build("dqn", env, num_updates=1, tau=0.1, target_period=1, **{"replay.n_step": 2, "target": target})

@@ -193,6 +193,7 @@ def test_replayed_values_equal_the_values_while_acting(walk):
     assert checked > 10
 
 
+@pytest.mark.long
 def test_one_update_equals_an_independent_implementation(walk, walked):
     """Burn-in from the stored memory is a constant of the gradient; targets look across the ends of episodes."""
     (_, config, _, buffer, _), (state, after) = walk, walked

@@ -180,8 +180,9 @@ def joint_value(params, values, obs, mixer):
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.long)]
+    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
     config = algorithms.make(name, SMALL | VALUES | {"share_parameters": shared})

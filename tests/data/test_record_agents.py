@@ -91,6 +91,7 @@ def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
         by_hand(data.load(tmp_path / "run.npz"))
 
 
+@pytest.mark.long
 def test_a_trained_team_is_recorded(recorded, tmp_path):
     result = msrl.Result.load(recorded[1].parent / "run", env=ENV)  # type: ignore[arg-type]
     greedy = data.record(result, 41, tmp_path / "greedy.npz", epsilon=0, num_envs=4)

@@ -259,6 +259,7 @@ def enter(address, ready, ticket=None, run=None):
     return channel, {"run": run, "unroll": 0, "life": parameters["life"], "version": parameters["version"]}, ticket
 
 
+@pytest.mark.long
 def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, capfd, tmp_path, monkeypatch):
     """Of no version and of another one, with a ticket of another run or that was never given, with other programs, and those
     that send no unroll of the run, or nan; then a good one. No other learner listens there."""

@@ -167,6 +167,7 @@ def run(tiny, one_device, tmp_path_factory):
     return result, folder, lines
 
 
+@pytest.mark.long
 def test_history_evaluation_summary_and_data_have_them(run):
     result, folder, lines = run
     assert len(msrl.data.load(folder / "steps.npz")) == 2 * 4 * 64

@@ -59,6 +59,7 @@ def dialogues(number=6, env=ENV):
     return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(0), number))
 
 
+@pytest.mark.long
 def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
     found = jax.device_get(dialogues(400, game.TwentyQuestions(8)))
     assert found.reward.sum(-1).min() == -8 and found.reward.sum(-1).max() == 0
@@ -94,6 +95,7 @@ def whole(net, params, turns):
     return net.apply(params, turns.reshape(len(turns), n), np.arange(n), distance)
 
 
+@pytest.mark.long
 def test_tokens_from_the_memory_are_those_of_a_whole_pass():
     net, params = transformer()
     memory, token, seen = game.silence(net, 4), jnp.arange(4), []
@@ -113,6 +115,7 @@ def replaced(turns, others, turn):
     return turns.at[:, turn, 1:].set(others[:, turn])
 
 
+@pytest.mark.long
 def test_other_utterances_are_read_as_if_they_stood_in_the_dialogue():
     net, params = transformer()
     turns = dialogues().turns

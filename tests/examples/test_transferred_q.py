@@ -124,6 +124,7 @@ def test_eight_devices_compute_the_bits_of_one_at_the_sizes_of_the_page(policy, 
     jax.tree.map(np.testing.assert_array_equal, outcome(setting, policy, 8, seed), outcome(setting, "GPUOnly", 1, seed))
 
 
+@pytest.mark.long
 def test_without_sources_the_estimate_is_the_lasso_of_the_target():
     state = example.initial_state(0, SMALL, 0)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)

@@ -87,7 +87,8 @@ def test_targets_equal_a_loop_across_the_ends_of_episodes(num_steps, model_steps
     terminated, truncated = rng.random((2, length, 200)) < 0.15
     policy = rng.dirichlet(np.ones(3), (length, 200)).astype(np.float32)
     window = Transition(None, policy, jnp.asarray(reward), jnp.asarray(terminated), jnp.asarray(truncated), None)
-    got = unrolled_target(window, jnp.asarray(next_value), discount=discount, num_steps=num_steps, model_steps=model_steps)
+    target = functools.partial(unrolled_target, discount=discount, num_steps=num_steps, model_steps=model_steps)
+    got = jax.jit(target)(window, jnp.asarray(next_value))
     want = plain_target(window, next_value, discount, num_steps, model_steps)
     for a, b in zip(got[1:], want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

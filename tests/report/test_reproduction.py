@@ -455,7 +455,10 @@ def test_defaults_name_the_recipe_of_their_environment(folder, capsys, monkeypat
     assert "recipe" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize(
+    "name",  # those of other suites import them
+    [pytest.param(n, marks=[pytest.mark.long] if ":" in recipes.find(n).values["env"] else []) for n in recipes.names()],
+)
 def test_every_recipe_is_what_the_command_line_reads_and_has_its_record(name):
     recipe = recipes.find(name)
     assert msrl.recipe(name) == experiment_of(recipe.path)

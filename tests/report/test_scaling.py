@@ -88,6 +88,7 @@ def explain(capsys, *flags):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does

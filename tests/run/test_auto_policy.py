@@ -56,6 +56,7 @@ def left(monkeypatch, *names):
     monkeypatch.setattr(policies, "names", lambda: [name for name in all_names() if name not in others])
 
 
+@pytest.mark.long
 def test_what_a_short_measurement_does_not_tell_apart_is_said(monkeypatch):
     fixed(monkeypatch, {"GPUOnly": 1.05, "MultiLearner": 1.0, "SingleLearnerCoarse": 2.0})
     found = msrl.choose_policy(small(), policies=["GPUOnly", "MultiLearner", "SingleLearnerCoarse"])

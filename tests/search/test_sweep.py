@@ -287,7 +287,7 @@ def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
 def sweep_to_kill(out):
     return msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-3, 1e-2, 3e-2], halving=2, rungs=2, members_at_once=2,
-        total_steps=64 * 300, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
+        total_steps=64 * 80, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
         hidden_sizes=(8,), eval_episodes=4, out=out, resume=True, progress="lines", policy="GPUOnly:num_devices=1",
     )  # fmt: skip
 
@@ -308,6 +308,7 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
         assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
 
 
+@pytest.mark.long
 def test_the_command_line_sweeps(tmp_path, capsys):
     tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
     words = [

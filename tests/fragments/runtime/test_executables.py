@@ -126,7 +126,7 @@ def text():
 before = text()
 import msrl_jax as msrl
 assert text() == before
-msrl.train("ppo", "CartPole-v1", total_steps=64, num_envs=4, unroll_length=8, hidden_sizes=(8,))
+msrl.compile(lambda key: (jax.random.split(key)[0], jax.random.uniform(key)), jax.random.key(1)).run(jax.random.key(1), 2)
 jax.clear_caches()
 assert text() == before and "while" in before
 """
