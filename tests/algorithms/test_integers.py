@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +53,6 @@ def learned():
         "ppo", LOCK, total_steps=40_000, num_envs=32, unroll_length=16, learning_rate=1e-2, hidden_sizes=(32,), seed=1,
         policy="GPUOnly:num_devices=1", eval_episodes=64, progress=False,
     )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_ppo_learns_to_get_every_integer_right():
-    """One of the 24 actions opens the lock, another one for every number."""
-    result = learned()
-    np.testing.assert_array_equal(result.act(SHOWN), OPEN)
-    assert result.evaluation.mean_return == 4 and result.history["episode_return"][0] < 0.5
 
 
 @pytest.mark.long
@@ -208,17 +199,6 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
         data.check_spaces(wrong, Lock())
     cloned.save(tmp_path / "run")
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run", env=LOCK).act(SHOWN), OPEN)
-
-
-@pytest.mark.slow
-def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
-    run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
-    where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]
-    assert cli.main([*run, *where, "--total-steps", "640", "--seeds", "2", "--eval-episodes", "8"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == LOCK
-    rows = data.load(tmp_path / "rows.npz")
-    assert rows.action.shape == (2 * 640, 3)
-    np.testing.assert_array_equal(rows.reward, (rows.action == OPEN[rows.obs.argmax(-1)]).all(-1))
 
 
 def test_the_command_line_refuses_values_of_several_integers(capsys):

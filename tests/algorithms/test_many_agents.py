@@ -223,7 +223,7 @@ def test_wrong_kinds_of_environments_are_refused():
         msrl.train("mappo", "CartPole-v1", total_steps=100)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_train_evaluate_and_act():
     result = msrl.train("ippo", Homes(), total_steps=1024, eval_every=512, **SMALL)
     assert np.isfinite(result.history["episode_return"]).all()

@@ -260,23 +260,6 @@ def test_stale_actors_keep_their_own_carry():
     assert "memory" not in {c.value for c in program.explain().crossings if c.destination == "actors"}
 
 
-@pytest.mark.long
-def test_members_evaluate_and_act_with_a_carry():
-    run = msrl.train(
-        "r2d2", RandomWalk(), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
-        total_steps=4 * T * E, **SMALL,
-    )  # fmt: skip
-    assert run.evaluation is not None and run.evaluation.returns.shape == (2, 3)
-    obs, memory, alone = np.random.default_rng(0).normal(size=(3, 5, 3)).astype(np.float32), None, (np.zeros((5, H)),)
-    params = wide(run.member_state(1).params)
-    for x in obs:
-        actions, memory = run.act_with_carry(x, memory, member=1)
-        values, memories = plain_values("gru", params, np.float64(x)[None], np.zeros((1, 5), bool), alone)
-        alone = tuple(m[-1] for m in memories)
-        np.testing.assert_array_equal(actions, values[0].argmax(-1))
-        np.testing.assert_allclose(memory[0], alone[0], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

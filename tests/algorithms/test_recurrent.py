@@ -295,7 +295,7 @@ def trained():
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_keeps_the_carry_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)

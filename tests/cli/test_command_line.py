@@ -4,10 +4,7 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -78,24 +75,6 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert "has no checkpoint 2: those after iterations 4 are complete" in capsys.readouterr().err
     assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "best", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_complete_run(tmp_path):
-    process = processes.start(
-        command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "(interrupted: SIGINT)" in out and "Traceback" not in err
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
-    assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
 
 
 MISTAKES = [

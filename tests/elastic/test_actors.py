@@ -352,34 +352,6 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
     assert found[0].status == "finished"
 
 
-@pytest.mark.slow
-def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
-    """A learner that may open 160 files, and 300 connections without the key that come again when they are ended."""
-    live = Live(tmp_path, address)
-    learner = live.learn("--total-steps", 10**9, limit=160)
-    live.act()
-    live.wait_for_rows(1)
-    saved = lambda: max((int(p.parent.name) for p in live.run.glob("checkpoints/*/run.json")), default=0)  # noqa: E731
-    flood, most, first, end = [], 0, saved(), time.monotonic() + 15
-    with contextlib.ExitStack() as stack:
-        while time.monotonic() < end or saved() == first:
-            for connection in flood:
-                with contextlib.suppress(OSError):
-                    connection.send(b"\x16")
-            with contextlib.suppress(OSError):
-                while len(flood) < 300:
-                    flood.append(stack.enter_context(socket.create_connection(wire.address_of(address), 0.1)))
-            most = max(most, len(os.listdir(f"/proc/{learner.pid}/fd")))
-            flood = [x for x in flood if not ended(x)]
-            assert learner.poll() is None, live.logs()
-            assert time.monotonic() < end + START, live.logs()
-    assert 64 < most <= 160 - 32 and saved() > first
-    learner.send_signal(signal.SIGTERM)
-    assert learner.wait(START) == 143, live.logs()
-    assert saved() == live.rows()[-1]["iteration"]
-    assert not any("gap" in line for line in live.lines()) and "cannot be written" not in live.logs()
-
-
 def ended(connection):
     """Whether the other end has ended a connection."""
     connection.setblocking(False)
@@ -451,7 +423,7 @@ def test_bad_settings_are_refused_before_anything_compiles(given, error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_went_on_without_actors_is_not_replayed(address, tmp_path):
     folder = tmp_path / "run"
     thread, found = learner_in_a_thread(address, folder)
@@ -488,7 +460,7 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     assert_same_state(replay_arrivals(folder), found[0].state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_its_actors_too(address):
     thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
     with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: it had non-finite values"):
@@ -517,7 +489,7 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
     assert found[0] is raised or found[0].interrupted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
     other, said, raised = free_address(), [], []
     listener = wire.listen(wire.address_of(other))

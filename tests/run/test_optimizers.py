@@ -86,20 +86,6 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
-    found = msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", learning_rate=["linear:1e-2", 1e-2, 1e-3], optimizer=["adam", "sgd:momentum=0.9"], **SMALL,
-    )  # fmt: skip
-    assert [(t.values["learning_rate"], t.values["optimizer"]) for t in found.trials] == [
-        (rate, name) for rate in ("linear:1e-2", 1e-2, 1e-3) for name in ("adam", "sgd:momentum=0.9")
-    ]
-    assert len({trial.program for trial in found.trials}) == 4, "numbers share a program"
-    assert "--learning-rate linear:1e-2" in found.command(0)
-    assert msrl.SweepResult.load(tmp_path / "sweep").run(0).config.learning_rate == "linear:1e-2"
-
-
-@pytest.mark.slow
 def test_more_steps_stretch_a_schedule(train, one_device, tmp_path):
     train(learning_rate="linear:1e-2", out=tmp_path / "run")
     with pytest.warns(ResumeWarning, match="over which learning_rate changes: the schedule now spans the new number"):

@@ -13,8 +13,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.agents.transformations import counted
 from msrl_jax.fragments.counters import to_int
-from msrl_jax.run import Experiment, Result, StopReason, Tick
-from msrl_jax.run.loop.callbacks import _answer
+from msrl_jax.run import Experiment, Result, StopReason
 from msrl_jax.run.prepare import make_experiment
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -91,19 +90,6 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     for word in ("compiling", "setting up", "training", "evaluation"):
         assert f"{word} " in text
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
-
-
-@pytest.mark.slow
-def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
-    answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
-    callbacks = [lambda tick, answer=answer: answer for answer in answers]
-    result = msrl.train(
-        "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=callbacks, progress=False, **tiny
-    )
-    assert result.status == "finished"
-    tick = Tick(64, 1, 128, {}, lambda: None)
-    for answer in (True, np.True_, np.array(True), jnp.bool_(True)):
-        assert _answer(lambda tick, answer=answer: answer, tick)
 
 
 @pytest.mark.long

@@ -199,18 +199,6 @@ def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_devi
 
 
 @pytest.mark.slow
-def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
-    both = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e38, 1e-3], halving=2, rungs=2, devices=one_device,
-        **(COMMON | {"total_steps": 256}), **tiny,
-    )  # fmt: skip
-    bad, good = both.trials
-    assert math.isnan(bad.mean) and bad.rank == 2 and good.rank == 1 and (bad.steps, good.steps) == (128, 256)
-    alone = msrl.train("ppo", ENV, learning_rate=1e-3, devices=one_device, **(COMMON | {"total_steps": 256}), **tiny)
-    assert good.returns == (alone.evaluation.mean_return,)
-
-
-@pytest.mark.slow
 def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
     halved = msrl.sweep(

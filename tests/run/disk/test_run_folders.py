@@ -402,24 +402,6 @@ def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     shutil.rmtree(result.folder.parent)
 
 
-@pytest.mark.slow
-def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
-    rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
-
-    def spoil(tick):
-        if tick.iteration == 1:
-            rows.rename(aside)
-            rows.mkdir()
-        elif tick.iteration == 2:
-            rows.rmdir()
-            aside.rename(rows)
-
-    with pytest.warns(SaveWarning, match="metrics are kept in memory"):
-        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
-    assert result.folder == tmp_path / "run" and not result.save_error
-    assert_same_run(Result.load(result.folder), result)
-
-
 def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monkeypatch):
     """Both disks are full; what is left of the second attempt would fill the one for temporary files."""
     (tmp_path / "temporary").mkdir()
@@ -452,25 +434,6 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
         train("ppo", tmp_path / "run", devices=1, iterations=5, chunk=1, **options)
     found = complete(tmp_path / "run")
     assert [c.iteration for c in found] == [5, 4, 3, 1] and checkpoint.best(found) == found[1]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
-    """A disk that is full for a while: the state at the end is saved in the folder of the run."""
-    sums, calls = checkpoint._sums, itertools.count(1)
-
-    def failing(path):
-        if next(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return sums(path)
-
-    monkeypatch.setattr(checkpoint, "_sums", failing)
-    with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
-        result = train(
-            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
-        )  # fmt: skip
-    assert result.folder == tmp_path / "run" and not result.save_error
-    assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
 
 
 @pytest.mark.long

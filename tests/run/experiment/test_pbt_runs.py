@@ -149,7 +149,7 @@ def test_a_population_goes_back_with_smaller_rates():
     np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
 def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction):
     run = functools.partial(
