@@ -1,6 +1,7 @@
 """The benchmarks beside Ray's actors and of groups of simulators: turns, what both sides compute, the records and the page."""
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from benchmarks import groups, reactor
+from benchmarks import groups, reactor, reactor_worker
 
 WORKER = """\
     import json, sys
@@ -44,6 +45,31 @@ def test_the_lake_is_that_of_gymnasium():
             ended = terminated or truncated
 
 
+@pytest.mark.slow
+def test_q_learning_finds_the_goal_in_jax_and_in_an_actor(monkeypatch):
+    monkeypatch.setattr(reactor, "STEP_SIZE", 0.01)
+    program, state = reactor.q_learning(reactor.Lake(), 4, 32, "GPUOnly")
+    actor, q = reactor_worker.Simulators("FrozenLake-v1", {"is_slippery": False}, 4, 0), np.ones((16, 4), np.float32)
+    for _ in range(150):
+        q += 0.01 * actor.errors(q, 32)
+    for table in (np.asarray(program.run(state, 150)[0][0]), q):
+        state, obs = reactor.Lake().reset(jax.random.key(0))
+        for _ in range(6):  # the shortest way
+            state, obs, reward, *_ = step_of_the_lake(state, int(table[obs].argmax()))
+        assert float(reward) == 1.0
+
+
+@pytest.mark.slow
+def test_all_agents_act_as_each_of_them_alone():
+    program, state = reactor.inference(3, 2)
+    (_, action), _ = program.run(state, 1)
+    world, expected = reactor_worker.World(3), np.zeros(3, int)
+    for _ in range(2):
+        agents = [reactor_worker.Agent(w) for w in reactor_worker.networks(3)]
+        expected = np.array([agent.act(row) for agent, row in zip(agents, world(expected), strict=True)])
+    assert np.asarray(action).tolist() == expected.tolist()
+
+
 def test_turns_with_a_peer_fill_the_record_and_the_page(tmp_path, monkeypatch, capsys):
     page, record, worker = page_of(tmp_path / "claims.md", "reactor"), tmp_path / "r.json", tmp_path / "reactor_worker.py"
     worker.write_text(textwrap.dedent(WORKER))
@@ -73,3 +99,14 @@ def test_tiny_runs_of_groups_fill_the_record_and_the_page(tmp_path, monkeypatch,
     assert 0 < row["runs"]["both"][0] <= 8 / 0.2
     text = page.read_text()
     assert "stale" not in text and "| 50 ms | 2 |" in text and groups.table(json.loads(record.read_text())) in text
+
+
+@pytest.mark.long
+def test_ray_answers_with_its_speed():
+    python = os.environ.get("RLLIB_PYTHON")
+    if not python:
+        pytest.skip("RLLIB_PYTHON names no Python with Ray")
+    (setting,) = reactor.chosen(reactor.SETTINGS, ["inference 2"])
+    command = [python, Path(reactor_worker.__file__)]
+    with reactor.Peer(command, setting) as peer:
+        assert reactor.Calling(peer, "step").run(0.1) > 0

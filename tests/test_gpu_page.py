@@ -13,7 +13,7 @@ from benchmarks import gpu
 PAGE = "# On a GPU\n\n<!-- gpu: begin -->\nold\n<!-- gpu: end -->\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tiny_rows_are_measured_and_the_page_is_written(tmp_path, capsys):
     page, record = tmp_path / "gpu.md", tmp_path / "gpu.json"
     page.write_text(PAGE)
@@ -36,6 +36,13 @@ def test_every_row_can_be_measured(row):
             raise
         gc.collect()  # what git was started with
         pytest.skip(str(error))
+
+
+def test_what_is_not_installed_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda row: "pip install it")
+    record = tmp_path / "gpu.json"
+    gpu.main(["--tiny", "--json", str(record), "--only", "brax:ant"])
+    assert "Not installed: ppo brax:ant 8 x 8 (pip install it)." in capsys.readouterr().err and not record.exists()
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys):

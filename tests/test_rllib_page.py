@@ -1,6 +1,7 @@
 """The comparison with Ray RLlib: turns with its worker, the time to a return, the record and the page."""
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_the_mean_is_that_of_the_newest_iterations_with_enough_episodes():
 
 
 @pytest.mark.slow
+def test_a_run_ends_at_the_return_or_at_its_limit(setting, monkeypatch):
+    experiment, program = rllib.made(setting, "CartPole-v1")
+    limited = rllib.reach(experiment, program, 1e9, 64, 60.0)
+    assert (limited["steps"], limited["reached"]) == (64, False)
+    monkeypatch.setattr(rllib.last_episodes, "__defaults__", (1,))
+    reached = rllib.reach(experiment, program, 1.0, 10_000, 60.0)
+    assert reached["reached"] and reached["return"] >= 1 and reached["steps"] < 10_000
+
+
+@pytest.mark.slow
 def test_tiny_runs_fill_the_record_and_the_page(setting, tmp_path, monkeypatch, capsys):
     page, record, worker = (tmp_path / name for name in ("rllib.md", "rllib.json", "rllib_worker.py"))
     page.write_text(PAGE)
@@ -60,3 +71,18 @@ def test_tiny_runs_fill_the_record_and_the_page(setting, tmp_path, monkeypatch, 
     assert "2.50 (2.00 to 3.00) after 1 to start; 3 k steps; 2 of 2" in text
     with pytest.raises(SystemExit):
         rllib.main([*arguments, "--json", str(record), "--only", "nothing"])
+
+
+@pytest.mark.long
+def test_ray_trains_a_setting_and_answers_with_its_speed_and_its_time():
+    python = os.environ.get("RLLIB_PYTHON")
+    if not python:
+        pytest.skip("RLLIB_PYTHON names no Python with Ray RLlib")
+    command = [python, Path(rllib.__file__).with_name("rllib_worker.py")]
+    config = rllib.PPO | SMALL | {"unroll_length": 64}
+    setting = rllib.Setting("ppo", "gymnasium:CartPole-v1", config, only_ours=rllib.OURS["ppo"])
+    with rllib.peer(command, setting, continuing=True) as peer:
+        assert peer.about["versions"]["ray"] and peer.run(0.1) > 0
+        request = {"seed": 10_000, "target": 1.0, "max_steps": 20_000, "max_seconds": 60.0}
+        answer = peer.ask(json.dumps(request))
+    assert answer["reached"] and answer["return"] >= 1 and 100 < answer["steps"] < 20_000

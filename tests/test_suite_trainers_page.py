@@ -1,6 +1,7 @@
 """The comparison with the suites' own trainer: turns with its worker, the record and the page."""
 
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -45,3 +46,15 @@ def test_seeds_take_turns_and_fill_the_record_and_the_page(tmp_path, monkeypatch
     for wrong in (["--only", "nothing"], ["--seeds", "0"]):
         with pytest.raises(SystemExit):
             suite_trainers.main([*arguments, *wrong])
+
+
+@pytest.mark.slow
+def test_both_train_for_as_many_steps():
+    python = os.environ.get("BRAX_PYTHON")
+    if not python:
+        pytest.skip("BRAX_PYTHON names no Python with Brax")
+    task = suite_trainers.Task("brax:inverted_pendulum", 8192, suite_trainers.SHARED)
+    command = [python, Path(suite_trainers.__file__).with_name("brax_worker.py")]
+    row = suite_trainers.compare(task, command, [10_000])
+    for (run,) in (row["ours"], row["theirs"]):
+        assert run["steps"] == 8192 and 0 < run["return"] <= 1000

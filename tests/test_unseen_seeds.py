@@ -34,7 +34,7 @@ def test_two_of_twenty_may_miss(bad, word):
     assert line == f"| x | 500.0 | {500 - 20 * bad:.1f} | 100.0 | {20 - bad} of 20 | {word} |"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_run_fills_the_record_and_the_page(tmp_path):
     page, record = tmp_path / "page.md", tmp_path / "record.json"
     page.write_text("<!-- unseen_seeds: begin -->\n\n<!-- unseen_seeds: end -->\n")
