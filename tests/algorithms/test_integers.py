@@ -55,7 +55,7 @@ def learned():
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_probabilities_are_those_of_the_actions_drawn():
     result = learned()
     p = np.asarray(result.probabilities(SHOWN))

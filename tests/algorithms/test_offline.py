@@ -272,7 +272,7 @@ def test_updates_are_numbered_and_what_was_learned_last_is_measured_by_what_was_
         assert metrics["validation_obs"] == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_environment_is_stepped():
     agent = counted(make("bc", False)[0])
     state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))

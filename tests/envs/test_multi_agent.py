@@ -92,7 +92,7 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
         venv.step(state, jnp.zeros(4, jnp.int32))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_nothing():
     venv = envs.vectorize(Leaving(), 16)
     actions = jnp.asarray(np.random.default_rng(0).integers(0, 3, (8, 16, 3)), jnp.int32)

@@ -215,7 +215,7 @@ def test_several_agents():
     assert "env_params/limit" in venv.pop_episodes(state)[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_copies_on_devices_of_their_own_need_no_communication():
     venv = envs.vectorize(envs.RandomizeParams(Weighing(), {"weight": envs.uniform(1, envs.ramp(2, 3, 100))}), 16)
     mesh = jax.make_mesh((8,), ("env",), axis_types=(jax.sharding.AxisType.Auto,))

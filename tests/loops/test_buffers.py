@@ -169,7 +169,7 @@ def trained(tmp_path_factory):
     return run, run(out=folder / "run"), folder / "run"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_is_loaded_without_its_data(trained):
     _, result, folder = trained
     data_leaves = [p for p in jax.tree.leaves_with_path(result.state) if "data" in jax.tree_util.keystr(p[0])]

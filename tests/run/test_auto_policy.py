@@ -92,7 +92,7 @@ def test_on_one_device_nothing_is_measured():
     assert found.policy == policies.GPUOnly() and found.alternatives[0].prediction is None and "one device" in str(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_policies_of_users_are_candidates_if_they_need_no_parameters(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Needs:

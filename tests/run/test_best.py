@@ -79,7 +79,7 @@ def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due
     assert best.evaluation.mean_return == max(returns.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_an_episode_the_best_checkpoint_is_missing_and_says_why(tmp_path):
     msrl.train(
         "ppo", Lottery(short=100, long=100), total_steps=32, num_envs=2, unroll_length=8, num_minibatches=1, num_epochs=1,

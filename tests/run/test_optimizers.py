@@ -54,7 +54,7 @@ def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
     assert_same_state(msrl.Result.load(tmp_path / "run", trust=True, **again).state, whole.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
     train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*give it again: optimizer=\.\.\."):

@@ -104,7 +104,7 @@ def test_a_callback_changes_no_history(tiny, one_device):
         )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
     options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
     with pytest.raises(SystemExit):
@@ -256,7 +256,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
     assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, one_device, tmp_path):
     ended = []
 

@@ -262,7 +262,7 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path, capsys):
     np.testing.assert_array_equal(after.history["entropy"][: len(before.history["step"])], before.history["entropy"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     """By a clock that moves by an hour per chunk."""
     clock = [0.0]

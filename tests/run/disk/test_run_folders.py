@@ -384,7 +384,7 @@ def test_a_run_that_can_be_saved_nowhere_says_so(tmp_path, monkeypatch):
     assert_same_run(Result.load(result.save(tmp_path / "again")), result)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
     """Its checkpoint counts rows that its folder lacks."""
     rows = tmp_path / "run" / "metrics.jsonl"
@@ -417,7 +417,7 @@ def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monke
     assert result.folder is None and result.save_error == "full" and not any((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     """Scores are 1, 5, 3, 4 and 2; the second one cannot be saved, so the fourth is kept as the best."""
     sums, calls, scores = checkpoint._sums, itertools.count(1), [1.0, 5.0, 3.0, 4.0, 2.0]

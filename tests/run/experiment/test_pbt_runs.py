@@ -142,7 +142,7 @@ def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
@@ -168,7 +168,7 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_trains_a_population(tmp_path, capsys):
     code = cli.main([
         "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8",
