@@ -46,6 +46,7 @@ def measured(one_device):
     return bench(**SMALL, against="jit", devices=one_device, on_stage=lines.append, on_measurement=lines.append), lines
 
 
+@pytest.mark.long
 def test_a_line_says_what_compiles_and_what_is_timed(measured):
     (measurement,), lines = measured
     assert lines == [
@@ -55,6 +56,7 @@ def test_a_line_says_what_compiles_and_what_is_timed(measured):
     ]
 
 
+@pytest.mark.long
 def test_a_measurement_is_the_median_of_its_runs(measurements):
     (m,) = measurements
     assert len(m.runs) == len(m.jit_runs) == 3
@@ -64,6 +66,7 @@ def test_a_measurement_is_the_median_of_its_runs(measurements):
     assert m.compile_seconds > 0 and m.num_envs == 8 and m.unroll_length == 8
 
 
+@pytest.mark.long
 def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shared, header, line = format_table(measurements).splitlines()
