@@ -93,9 +93,8 @@ OFTEN = {
 SELDOM = {
     ("ppo", "CartPole-v1"): [(8, "MultiLearner"), (4, "SingleLearnerCoarse")],
     ("impala", "CartPole-v1"): [(2, "SingleLearnerCoarse")],
-    ("a3c", "CartPole-v1"): [(4, "SingleLearnerCoarse"), (8, "MultiLearner")],
+    ("a3c", "CartPole-v1"): [(8, "MultiLearner")],
     ("pqn", "CartPole-v1"): [(4, "SingleLearnerFine")],
-    ("pqn+memory", "CartPole-v1"): [(4, "SingleLearnerCoarse")],
     ("dqn", "CartPole-v1"): [(8, "Central")],
     ("r2d2", "CartPole-v1"): [(8, "Central")],
     ("muzero", "CartPole-v1"): [(8, "SingleLearnerCoarse")],

@@ -160,7 +160,7 @@ def test_images_of_simulators_are_told_of_and_mended(capfd, monkeypatch):
     assert report.ok and not any("AsImage" in note for note in report.notes), report
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_vectors_of_simulators_are_flattened():
     class Parts(Quarter):
         observation_space = gymnasium.spaces.Dict({"side": gymnasium.spaces.Discrete(2)})

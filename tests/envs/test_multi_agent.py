@@ -192,7 +192,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "action", "message", "teams"), [*((*f, {}) for f in FAULTS), (*FAULTS[0], {"first": (0, 2), "second": (1,)})]
+    ("kind", "action", "message", "teams"),
+    [
+        (*FAULTS[0], {"first": (0, 2), "second": (1,)}),
+        *(pytest.param(*fault, {}, marks=pytest.mark.long) for fault in FAULTS[:-1]),
+        (*FAULTS[-1], {}),
+    ],
 )
 def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
     venv = envs.vectorize_agents(Faulty(kind), 2, teams)

@@ -40,6 +40,7 @@ def play(env, word, words):
     return seen[1:]
 
 
+@pytest.mark.long
 def test_the_oracle_answers_by_the_table_and_each_answer_but_the_last_costs_one():
     words = "is it soft yes has it legs what is it chair no"  # actions while the oracle speaks are not heard
     answers = {"chair": ("no", "yes", "yes"), "cat": ("yes", "yes", "no"), "pen": ("no", "no", "no")}
@@ -95,7 +96,7 @@ def whole(net, params, turns):
     return net.apply(params, turns.reshape(len(turns), n), np.arange(n), distance)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_from_the_memory_are_those_of_a_whole_pass():
     net, params = transformer()
     memory, token, seen = game.silence(net, 4), jnp.arange(4), []
@@ -115,7 +116,7 @@ def replaced(turns, others, turn):
     return turns.at[:, turn, 1:].set(others[:, turn])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_other_utterances_are_read_as_if_they_stood_in_the_dialogue():
     net, params = transformer()
     turns = dialogues().turns
@@ -329,6 +330,7 @@ def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     assert {placed[name] for name in ("speak", "listen")} == {"actors"}
 
 
+@pytest.mark.long
 def test_bad_input_is_refused_at_once():
     with pytest.raises(ValueError, match=r"TwentyQuestions\(turns=0\): use at least 1, for a guess"):
         game.TwentyQuestions(turns=0)

@@ -69,6 +69,7 @@ def design(data, task, stage):
     return np.hstack([np.ones_like(actions), states, actions, actions * states])
 
 
+@pytest.mark.long
 def test_the_estimate_is_that_of_the_paper_written_out():
     state = example.initial_state(0, SMALL, 3)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)
