@@ -363,15 +363,6 @@ LARGE = {"num_envs": 4 * E, "unroll_length": 2 * T}  # more steps and environmen
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["a2c", pytest.param("impala", marks=pytest.mark.slow)])
-def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
-    agent, _ = build(name, **LARGE)
-    *numbers, (kind, size) = collectives(agent)
-    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
-    assert numbers == [("all-reduce", 1)]  # how many values of truncated episodes CPUs compute
-
-
-@pytest.mark.long
 def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
     agent, _ = build("a3c", num_workers=8, **LARGE)
     found = collectives(agent)
