@@ -29,7 +29,7 @@ PARTICULAR = {
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 OFTEN = ("ppo", "sac")
-VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn", "a2c", "a3c", "a2c_rnd", "impala_rnd", "bc")  # of others, as of dqn and td3
+SELDOM = ("dqn", "es", "ippo", "muzero", "ppo_rnd", "qmix", "r2d2", "self_play")  # others share most of a loop with them
 
 
 def environment(name):
@@ -65,7 +65,7 @@ def without(uses, *places):
 
 
 def marked(name):
-    marks = [] if name in OFTEN else [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long]
+    marks = [] if name in OFTEN else [pytest.mark.long] if name in SELDOM else [pytest.mark.slow]
     return pytest.param(name, marks=marks)
 
 

@@ -298,8 +298,11 @@ def test_on_policy_impala_is_a2c(room, options):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "core"),
-    [pytest.param(p, {}, id=named(p)) for p in (*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1))]
-    + [pytest.param(Apart(1), GRU, id="gru")],
+    [
+        *(pytest.param(p, {}, id=named(p)) for p in (SingleLearnerCoarse(2, staleness=2), Apart(1))),
+        slow_unless(False, SingleLearnerCoarse(2), {}, id=named(SingleLearnerCoarse(2))),
+        slow_unless(False, Apart(1), GRU, id="gru"),
+    ],
 )
 def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy, core):
     staleness = policy.staleness

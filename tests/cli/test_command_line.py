@@ -154,7 +154,7 @@ def test_explain_draws_plans_side_by_side(capsys, tmp_path):
     assert out.read_text().count("<figure>") == len(plans) == 2 and all(plan["policy"] in out.read_text() for plan in plans)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):
     arguments = ["explain", "--algo", "sac", "--env", "Pendulum-v1", "--policy", "MultiLearner", "--num-envs", "8"]

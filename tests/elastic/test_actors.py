@@ -514,7 +514,7 @@ def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("error", [None, OSError("no space is left")])
+@pytest.mark.parametrize("error", [None, slow_unless(False, OSError("no space is left"))])
 def test_an_actor_finds_a_learner_that_is_not_ready_and_waits_for_it(address, error, monkeypatch):
     """For longer than the proof of the key may take."""
     monkeypatch.setattr(wire, "PATIENCE", 1.0)

@@ -321,7 +321,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
     np.testing.assert_array_equal(metrics["episode_return"].mean(()), on_one_device[1]["episode_return"].mean(()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     plan = compiled(APART, 8).explain().to_dict()
     placed = {each["name"]: each["placement"] for each in plan["fragments"]}

@@ -87,7 +87,7 @@ def driven(measurements):
     return [*measurements, *bench(**SMALL, policy=policies, repeats=1, devices=jax.devices()[:3])]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dispatch_is_measured_where_the_host_drives_the_loop(driven):
     fused, loop = ({name: getattr(m, name) for name in DISPATCH} for m in driven)
     assert set(fused.values()) == {None}

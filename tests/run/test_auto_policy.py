@@ -140,7 +140,7 @@ def test_what_it_cannot_know_is_said_with_a_remedy(ask, message):
         ask()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
     left(monkeypatch, "GPUOnly", "Central")
     fixed(monkeypatch, {"GPUOnly": 2.0, "Central": 1.0})

@@ -223,7 +223,7 @@ def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     assert "no parameter 'lenght' (did you mean 'length'?)" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_function_has_to_be_given_again(tmp_path):
     def drawn(key):
         return {"length": jax.random.uniform(key)}

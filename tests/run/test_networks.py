@@ -48,7 +48,7 @@ def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, t
     assert_same_state(loaded.state, whole.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
     train(network=Linen(width=5), out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*give it again: network=\.\.\."):

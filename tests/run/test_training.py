@@ -92,7 +92,7 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_callback_changes_no_history(tiny, one_device):
     def change(tick):
         tick.metrics["value_loss"][...] = 7

@@ -218,7 +218,7 @@ def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     assert msrl.train(resume=path, env=Lottery(short=2, long=3), **options).status == "finished"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
     data, path = Path(shutil.copy(pendulum_data, tmp_path / "data.npz")), tmp_path / "run"
     options = {"devices": jax.devices()[:1], "progress": False}

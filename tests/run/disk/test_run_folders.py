@@ -437,7 +437,7 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("full", ["checkpoint._sums", "folder.append_rows"])
+@pytest.mark.parametrize("full", ["checkpoint._sums", pytest.param("folder.append_rows", marks=pytest.mark.slow)])
 def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_path, monkeypatch):
     def no_space(*args):
         raise OSError(28, "No space left on device")
