@@ -14,7 +14,6 @@ from msrl_jax.algorithms import Progress
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import counter
-from msrl_jax.games.small_games import RockPaperScissors
 from tests.support.agents import make_counted
 from tests.support.lock import COUNT, SIZES, Lock, OneInteger
 from tests.support.many_agents import Homes
@@ -64,23 +63,6 @@ def test_probabilities_are_those_of_the_actions_drawn():
     drawn = np.stack([result.act(SHOWN, key) for key in jax.random.split(jax.random.key(0), 400)]) - Lock.action_space.low
     frequency = (drawn[..., None] == np.arange(max(SIZES))).mean(0)
     assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / 400) + 1e-3).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", CONFIGS)
-def test_one_integer_trains_as_a_choice(algo):
-    """Bit for bit."""
-    many = msrl.algorithms.get(algo).many_agents
-    choice = RockPaperScissors() if algo == "self_play" else Homes() if many else RandomWalk()
-    states = []
-    for env in (choice, OneInteger(choice)):
-        agent = make_counted(algo, env, **CONFIGS[algo])
-        state = jax.jit(agent.init)(jax.random.key(3))
-        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
-        states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state).inner)
-    jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
-    now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
-    jax.tree.map(np.testing.assert_array_equal, *now)
 
 
 @dataclasses.dataclass(frozen=True)

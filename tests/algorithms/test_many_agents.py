@@ -224,16 +224,6 @@ def test_wrong_kinds_of_environments_are_refused():
 
 
 @pytest.mark.slow
-def test_train_evaluate_and_act():
-    result = msrl.train("ippo", Homes(), total_steps=1024, eval_every=512, **SMALL)
-    assert np.isfinite(result.history["episode_return"]).all()
-    obs = np.zeros((3, 5), np.float32)
-    assert result.act(obs).shape == (3,)
-    assert result.act(np.stack([obs] * 4), jax.random.key(0)).shape == (4, 3)
-    assert result.evaluate(episodes=4).returns.shape == (4,)
-
-
-@pytest.mark.slow
 def test_maddpg_evaluates_agents_with_their_own_networks_and_takes_legal_actions_only():
     """An illegal action would make its return nan."""
     options = {**SMALL, **REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "learning_rate": 0.03}

@@ -460,16 +460,6 @@ def test_a_run_that_was_extended_is_replayed_with_the_schedules_that_it_had(addr
     assert_same_state(replay_arrivals(folder), found[0].state)
 
 
-@pytest.mark.slow
-def test_a_run_that_diverges_ends_its_actors_too(address):
-    thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
-    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: it had non-finite values"):
-        msrl.elastic.act(address, wait=300)
-    thread.join(300)
-    assert isinstance(found[0], msrl.run.DivergedError)
-    assert "Its data came from actors, so the iteration was not repeated" in str(found[0])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("raised", "error"),
@@ -487,30 +477,6 @@ def test_a_run_that_ends_with_an_error_ends_its_actors(address, raised, error, c
     thread.join(300)
     assert re.search(f"error: the run at {address} ended with an error: {error}", capsys.readouterr().err, re.MULTILINE)
     assert found[0] is raised or found[0].interrupted
-
-
-@pytest.mark.slow
-def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
-    other, said, raised = free_address(), [], []
-    listener = wire.listen(wire.address_of(other))
-
-    def act():
-        with pytest.raises(ValueError, match="the learner refused this actor: it is too late") as info:
-            msrl.elastic.act(other, address, say=said.append)
-        raised.append(info.value)
-
-    acting = threading.Thread(target=act, daemon=True)
-    acting.start()
-    with listener, contextlib.closing(let_in(listener)) as channel:
-        channel.receive(2**20)
-        channel.send({"refused": "it is too late"})
-        text = f"acting for {other} ended with an error: the learner refused this actor: it is too late"
-        wait_for(lambda: text in said, lambda: str(said))
-    assert acting.is_alive()
-    thread, found = learner_in_a_thread(address)
-    for each in (thread, acting):
-        each.join(300)
-    assert found[0].status == "finished" and raised
 
 
 @pytest.mark.long

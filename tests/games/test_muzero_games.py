@@ -13,7 +13,6 @@ from msrl_jax.games.matches import _of_result
 from msrl_jax.games.muzero import searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
-from msrl_jax.run import DivergedError
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.searches import apart
@@ -113,12 +112,6 @@ def test_the_steps_of_games_are_recorded(game):
     np.testing.assert_array_equal(after.rows.action[0][jnp.arange(2), 1 - player], [9, 9])
     np.testing.assert_array_equal(after.rows.obs.obs[0][jnp.arange(2), player], obs.obs)
     np.testing.assert_array_equal(after.obs.obs[jnp.arange(2), 1 - player], t.obs.obs)
-
-
-@pytest.mark.slow
-def test_a_run_of_a_game_whose_turns_do_not_alternate_halts_and_says_so():
-    with pytest.raises(DivergedError, match=r"environment \d let a player move twice in a row \(turns alternate in games"):
-        msrl.train("muzero", Twice(), total_steps=128, eval_episodes=0, devices=jax.devices()[:1], **SMALL)
 
 
 @pytest.mark.long

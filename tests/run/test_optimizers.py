@@ -6,7 +6,6 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.disk.store import ResumeWarning
-from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.prepare import experiment_of
 from tests.support import transformations
 from tests.support.runs import assert_same_state
@@ -52,17 +51,6 @@ def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
         np.testing.assert_array_equal(resumed.history["learning_rate"], rates)
         assert len(np.unique(rates[-3:].reshape(3, -1)[:, 0])) > 1, "it changes after the point where the run went on"
     assert_same_state(msrl.Result.load(tmp_path / "run", trust=True, **again).state, whole.state)
-
-
-@pytest.mark.slow
-def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
-    train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
-    with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*give it again: optimizer=\.\.\."):
-        msrl.Result.load(tmp_path / "run")
-    with pytest.raises(RunFolderError, match=r"has no optimiser.*did you mean 'optimizer'"):
-        msrl.Result.load(tmp_path / "run", optimiser=transformations.ready)
-    with pytest.raises(RunFolderError, match="cannot go on with optimizer='sgd'"):
-        msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import re
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -90,29 +89,6 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     for word in ("compiling", "setting up", "training", "evaluation"):
         assert f"{word} " in text
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
-
-
-@pytest.mark.slow
-def test_a_callback_changes_no_history(tiny, one_device):
-    def change(tick):
-        tick.metrics["value_loss"][...] = 7
-
-    with pytest.raises(ValueError, match="read-only"):
-        msrl.train(
-            "ppo", ENV, total_steps=128, seeds=2, chunk=1, devices=one_device, callbacks=[change], eval_episodes=0,
-            progress=False, **tiny,
-        )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
-    options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
-    with pytest.raises(SystemExit):
-        msrl.train(
-            "ppo", ENV, total_steps=256, out=tmp_path / "run", callbacks=[lambda tick: tick.step == 128 and sys.exit(3)],
-            **options, **tiny,
-        )  # fmt: skip
-    assert msrl.Result.load(tmp_path / "run").history["step"][-1] == 128
 
 
 @pytest.mark.long

@@ -384,24 +384,6 @@ def test_a_run_that_can_be_saved_nowhere_says_so(tmp_path, monkeypatch):
     assert_same_run(Result.load(result.save(tmp_path / "again")), result)
 
 
-@pytest.mark.slow
-def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
-    """Its checkpoint counts rows that its folder lacks."""
-    rows = tmp_path / "run" / "metrics.jsonl"
-
-    def spoil(tick):
-        if tick.iteration == 2:
-            rows.unlink()
-            rows.mkdir()
-
-    with pytest.warns(SaveWarning) as caught:
-        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
-    assert f"it is saved in {result.folder}" in str(caught[-1].message)
-    assert "metrics.jsonl" in result.save_error
-    assert_same_run(Result.load(result.folder), result)
-    shutil.rmtree(result.folder.parent)
-
-
 def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monkeypatch):
     """Both disks are full; what is left of the second attempt would fill the one for temporary files."""
     (tmp_path / "temporary").mkdir()
