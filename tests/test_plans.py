@@ -133,6 +133,7 @@ def test_sync_replay_is_one_run_wherever_the_buffer_lies():
     assert counts == {2 * 4} and not measured["parameter_age"].any()
 
 
+@pytest.mark.long
 def test_async_replay_shards_delays_and_refreshes_as_declared():
     """Ape-X: buffers in parts, priorities and parameters late by the staleness, parameters taken every `actor_period`."""
     policy = SingleLearnerCoarse(actors=2, buffers=2, staleness=1)

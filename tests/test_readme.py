@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import re
 import shlex
@@ -132,8 +133,9 @@ def blocks(page, title, language):
 def run_sections(tmp_path, monkeypatch):
     """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
 
-    A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates; None runs them whole.
-    Other numbers of the code may be made smaller by name. Returns the namespaces, one per other block, and the output.
+    A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates, which may be a number
+    for each run; None runs them whole. Other numbers of the code may be made smaller by name. Returns the namespaces, one per
+    other block, and the output.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -143,6 +145,7 @@ def run_sections(tmp_path, monkeypatch):
 
     def run(page, *titles, steps=4096, **shorter):
         namespaces, output, shortened = [], io.StringIO(), set()
+        lengths = itertools.repeat(steps) if isinstance(steps, int) else iter(steps or ())
         for title in titles:
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
@@ -151,7 +154,8 @@ def run_sections(tmp_path, monkeypatch):
                     files.add(file[1])
                     continue
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
-                code = code if steps is None else re.sub(r"(total|round)_steps=[\d_]+", rf"\1_steps={steps}", code)
+                if steps is not None:
+                    code = re.sub(r"(total|round)_steps=[\d_]+", lambda found: f"{found[1]}_steps={next(lengths)}", code)
                 for name, number in shorter.items():
                     code, count = re.subn(rf"\b{name}=\d+", f"{name}={number}", code)
                     shortened |= {name} if count else set()
@@ -427,7 +431,8 @@ def test_one_word_changes_where_it_runs(run_sections):
 
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
-    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own")
+    steps = 4096, 2048, 1088, 4096  # of SAC, with an update for every other step, only as many as it needs to begin
+    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own", steps=steps)
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]

@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.agents.adaptive_rate import AdaptiveRate
-from msrl_jax.agents.agent import Agent, Progress, innermost
+from msrl_jax.agents.agent import Agent, Progress
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.schedules import read, read_kl
 from msrl_jax.algorithms import DQN, PPO, build, counted
@@ -85,21 +85,6 @@ def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the
         np.testing.assert_allclose(found, math.exp(-7 / 8), rtol=1e-6)
     with pytest.raises(ValueError, match=r"schedules of learning_rate, entropy_coef need the length of the run"):
         run(counted(build(algorithm, msrl.envs.make("CartPole-v1"))))
-
-
-@pytest.mark.slow
-def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
-    """It falls to zero and stays there."""
-    env = msrl.envs.make("CartPole-v1")
-    annealed, scheduled = (
-        run(counted(build(PPO(**TINY, **rate), env), LENGTH), LENGTH + 2)
-        for rate in ({"learning_rate": 2**-7, "anneal_learning_rate": True}, {"learning_rate": f"linear:{2**-7}"})
-    )
-    for a, b in zip(jax.tree.leaves(innermost(annealed[0])), jax.tree.leaves(innermost(scheduled[0])), strict=True):
-        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(annealed[1]["learning_rate"], scheduled[1]["learning_rate"])
-    np.testing.assert_allclose(annealed[1]["learning_rate"], 2**-10 * np.array([*range(LENGTH, 0, -1), 0, 0]))
 
 
 def lowered(**fields):

@@ -15,6 +15,7 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.loops.agents import Experience, Now
 from tests.support.leaving import Leaving
 from tests.support.mixers import plain_monotonic
+from tests.support.slow import slow_unless
 
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {
@@ -180,8 +181,9 @@ def joint_value(params, values, obs, mixer):
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.long)]
+    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
     config = algorithms.make(name, SMALL | VALUES | {"share_parameters": shared})
@@ -235,7 +237,7 @@ def agents_mean(x, valid, shared):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("env", "shared"), [pytest.param(Leaving(), True, marks=pytest.mark.long), (Continuous(), False)])
+@pytest.mark.parametrize(("env", "shared"), [(Leaving(), True), slow_unless(False, Continuous(), False)])
 def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     """The critics' targets and loss (arXiv 1706.02275, eq. 6), and the policy gradient at the replayed actions (eq. 5)."""
     discrete, rows, penalty, temperature = isinstance(env, Leaving) and env.action_mask is not None, 6, 0.02, 0.7

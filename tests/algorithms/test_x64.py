@@ -68,7 +68,7 @@ def types(name):
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "recurrent_ppo"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn"))
 def test_states_and_metrics_have_the_types_of_32_bits(name):
     expected = types(name)
     with jax.enable_x64(True):

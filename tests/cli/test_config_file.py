@@ -284,6 +284,7 @@ def test_rates_are_those_before_rollbacks(tmp_path):
     assert experiment_of(tmp_path / "run.toml") == experiment
 
 
+@pytest.mark.slow
 def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
     first = train(
         PPO(**TINY), "CartPole-v1", learning_rate=[1e-3, 3e-3], seed=2, total_steps=512, policy="GPUOnly:num_devices=1",

@@ -34,7 +34,7 @@ PPO(learning_rate=[1e-3])
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_type_checker_accepts_schedules_where_they_are_accepted(tmp_path):
     root = str(Path(__file__).parents[2])
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [root], "include": ["typed.py"]}))

@@ -148,6 +148,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 def test_members_and_schedules_reach_numbers_of_options(tmp_path):
     options = SMALL | {
         "progress": False,

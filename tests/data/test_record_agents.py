@@ -10,7 +10,6 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.data.dataset import OPTIONAL
 from tests.support.leaving import Leaving
-from tests.support.runs import assert_same_state
 from tests.support.transitions import same
 
 LIMIT, LEAVE = 4, np.array([1, 3, 9])
@@ -78,19 +77,7 @@ def test_every_step_of_all_agents_is_recorded(rows):
     data.check_spaces(rows, ENV)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", CONFIGS)
-def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
-    plain = train(algo)
-    result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
-    assert_same_state(result.state, plain.state)
-    for name, column in plain.history.items():
-        if name not in ("seconds", "steps_per_second"):
-            np.testing.assert_array_equal(result.history[name], column, err_msg=name)
-    if algo != "mappo":
-        by_hand(data.load(tmp_path / "run.npz"))
-
-
+@pytest.mark.long
 def test_a_trained_team_is_recorded(recorded, tmp_path):
     result = msrl.Result.load(recorded[1].parent / "run", env=ENV)  # type: ignore[arg-type]
     greedy = data.record(result, 41, tmp_path / "greedy.npz", epsilon=0, num_envs=4)
@@ -179,16 +166,3 @@ class Parted:
     @staticmethod
     def split(obs):
         return {"time": obs[:, 0], "who": obs[:, 1]}
-
-
-@pytest.mark.slow
-def test_parts_of_observations_of_several_agents_are_recorded(rows, tmp_path):
-    """The run is that of the vectors which the parts flatten to."""
-    result = train("mappo", env=Parted(), record=tmp_path / "run.npz")
-    dataset = data.load(tmp_path / "run.npz")
-    joined = {name: np.stack(list(getattr(dataset, name).values()), -1) for name in ("obs", "next_obs")}
-    same(dataclasses.replace(dataset, **joined, about=rows.about), rows)
-    assert list(dataset.columns)[:2] == ["obs/time", "obs/who"] and dataset.obs["who"].shape == (5 * 24, 3)
-    played = data.record(result, 50, tmp_path / "played.parquet", epsilon=0.5, num_envs=4)
-    assert data.load(tmp_path / "played.parquet").fingerprint() == played.fingerprint()
-    data.check_spaces(played, Parted())  # type: ignore[arg-type]

@@ -167,6 +167,7 @@ def run(tiny, one_device, tmp_path_factory):
     return result, folder, lines
 
 
+@pytest.mark.long
 def test_history_evaluation_summary_and_data_have_them(run):
     result, folder, lines = run
     assert len(msrl.data.load(folder / "steps.npz")) == 2 * 4 * 64
@@ -252,7 +253,7 @@ def test_what_is_no_metric_is_refused_before_anything_compiles(case, monkeypatch
     assert envs.check(env).problems[0].startswith(message)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_check_finds_metrics_that_are_no_numbers():
     env = changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.log(s.place.astype(float))})
     (problem,) = envs.check(env, num_envs=2).problems

@@ -92,7 +92,7 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
         venv.step(state, jnp.zeros(4, jnp.int32))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_nothing():
     venv = envs.vectorize(Leaving(), 16)
     actions = jnp.asarray(np.random.default_rng(0).integers(0, 3, (8, 16, 3)), jnp.int32)
@@ -192,7 +192,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "action", "message", "teams"), [*((*f, {}) for f in FAULTS), (*FAULTS[0], {"first": (0, 2), "second": (1,)})]
+    ("kind", "action", "message", "teams"),
+    [
+        (*FAULTS[0], {"first": (0, 2), "second": (1,)}),
+        *(pytest.param(*fault, {}, marks=pytest.mark.long) for fault in FAULTS[:-1]),
+        (*FAULTS[-1], {}),
+    ],
 )
 def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
     venv = envs.vectorize_agents(Faulty(kind), 2, teams)

@@ -114,6 +114,7 @@ def test_an_update_is_the_plain_one_of_the_whole_batch_wherever_its_parts_lie(po
         assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.slow
 def test_devices_exchange_goals_of_the_batch_and_one_gradient():
     found = collectives(counted(build()[0]))
     assert B * R in [size for kind, size in found if kind == "all-gather"]

@@ -79,6 +79,7 @@ def drawn(policy, key, params, tasks, rollouts, steps):
     return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), valid)
 
 
+@pytest.mark.long
 def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
     with jax.enable_x64(True):
         policy = example.Gaussian(2, (5,))
@@ -91,6 +92,7 @@ def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(flat), differences, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_steps_after_the_end_of_an_episode_count_for_nothing():
     policy = example.Gaussian(2, (5,))
     params = policy.init(jax.random.key(0), jnp.zeros(2))
@@ -166,6 +168,7 @@ class Paying:
         return state, state, jnp.asarray(self.pay), state[0] >= self.length, jnp.asarray(False)
 
 
+@pytest.mark.slow
 def test_both_phases_play_one_task_up_to_its_end_and_each_iteration_others():
     agent = counted(example.MAML(**SMALL).build(envs.RandomizeParams(Paying(), {"pay": envs.uniform(1.0, 2.0)})))
     state, pays = agent.init(jax.random.key(0)), []
@@ -223,7 +226,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
         np.testing.assert_allclose(metrics[name].mean(()), on_one_device[1][name].mean(()), rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "placement"), [(APART, "adapters"), pytest.param("SingleLearnerCoarse", "actors", marks=pytest.mark.slow)]
 )

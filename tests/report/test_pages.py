@@ -149,6 +149,7 @@ def test_the_command_writes_pages_without_names(mine, tmp_path, capsys):
     assert cli.main(["reproduce"]) == 2 and "name recipes" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_have_no_dead_link(tmp_path, monkeypatch):
     for name, drawn in {"curve": (), "draw": None, "finished": None, "svg_of": "<svg>\n</svg>\n"}.items():
         monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # drawing takes most of the time

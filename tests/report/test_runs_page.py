@@ -220,6 +220,7 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval():
     np.testing.assert_allclose(middle, long.reshape(50, 10).mean(1))
 
 
+@pytest.mark.long
 def test_a_page_draws_plans_and_shows_the_last_film(folder, run, tmp_path):
     films = folder / "videos"
     films.mkdir()

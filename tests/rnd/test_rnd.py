@@ -52,6 +52,7 @@ def unroll(seed):
 
 
 @pytest.mark.parametrize("absent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_bonus_and_update_equal_an_independent_implementation(absent):
     init, explore = rnd(E, T, hidden_sizes=(8, 6), intrinsic_coef=0.7, optimizer="sgd", learning_rate=0.05, max_grad_norm=1e6)
     state, explore = init(jax.random.key(0)), jax.jit(explore)

@@ -183,21 +183,6 @@ def test_bad_settings_are_refused_before_anything_compiles(fields, message, tiny
         msrl.train("ppo", ENV, seeds=2, total_steps=6 * 64, progress=False, **tiny | fields)
 
 
-@pytest.mark.slow
-def test_what_is_not_finite_is_told_with_the_setting_of_its_member(tiny, one_device):
-    """A member with an absurd rate: halt names it, skip drops its updates only, rollback halves the rates in the state."""
-    options = {"learning_rate": [1e-3, 1e38], "total_steps": 4 * 64, "chunk": 2, "progress": False, **tiny}
-    options["devices"] = one_device
-    with pytest.raises(msrl.run.DivergedError, match=r"of member 1 \(seed 0, learning_rate=1e\+38\) is not finite"):
-        msrl.train("ppo", ENV, **options)
-    kept = msrl.train("ppo", ENV, guard="skip", **options)
-    assert kept.history["skipped_updates"][:, 0].sum() == 0 < kept.history["skipped_updates"][:, 1].sum()
-    with pytest.raises(msrl.run.DivergedError) as caught:
-        msrl.train("ppo", ENV, guard="rollback", **options)
-    rates = np.asarray(caught.value.result.run_state.inner.numbers["learning_rate"])
-    np.testing.assert_allclose(rates, np.array([1e-3, 1e38]) / 2**5, rtol=1e-6)
-
-
 def test_a_population_that_does_not_fit_says_how_many_bytes(monkeypatch):
     monkeypatch.setattr("msrl_jax.fragments.runtime.memory._limits_of_container", lambda: [10**8])
     with pytest.raises(ValueError, match=r"takes [\d,]+ bytes"):

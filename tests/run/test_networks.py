@@ -48,7 +48,7 @@ def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, t
     assert_same_state(loaded.state, whole.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
     train(network=Linen(width=5), out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*give it again: network=\.\.\."):
@@ -59,7 +59,7 @@ def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]

@@ -71,7 +71,7 @@ class Longer(Measured):
         return state, self.observe(state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_evaluations_the_last_episodes_of_training_count(tiny, tmp_path):
     """At most one episode ends in an iteration of two steps, so that the history lists all episodes."""
     small = tiny | {"num_envs": 1, "unroll_length": 2, "num_minibatches": 1, "total_steps": 40, "eval_episodes": 0}

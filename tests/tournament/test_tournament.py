@@ -151,6 +151,7 @@ def wait_for(board, done):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys):
     flags = ["--round-steps", 128, "--total-steps", 256, "--rounds", 2, "--eval-episodes", 4, "--seed", 1, "--algo", "a2c"]
     flags += ["--num-envs", 8, "--unroll-length", 8, "--hidden-sizes", 8, "--progress", "none", "--json", "--fresh", 0]

@@ -47,13 +47,13 @@ def parents(pbt, score, ready=None, seed=0):
 # ---- exploit and explore
 
 
-@pytest.mark.parametrize(("fraction", "replaced"), [(0.25, 2), (0.5, 5), (0.01, 1)])
+@pytest.mark.parametrize(("fraction", "replaced"), [(0.25, 2), (0.01, 1)])
 def test_truncation_replaces_the_worst_by_the_best(fraction, replaced):
     pbt = msrl.PBT(search=SEARCH, members=10, fraction=fraction)
     score = np.random.default_rng(0).permutation(10)
     best, worst = np.argsort(score)[-replaced:], np.argsort(score)[:replaced]
     seen = set()
-    for seed in range(60):
+    for seed in range(20):
         found = parents(pbt, score, seed=seed)
         assert set(found[worst]) <= set(best)
         kept = np.setdiff1d(np.arange(10), worst)

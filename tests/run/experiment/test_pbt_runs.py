@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import cli, envs
+from msrl_jax import envs
 from msrl_jax.run import Result, RunFolderError
 from msrl_jax.run.outputs.figures import copies
 from msrl_jax.run.prepare import make_experiment
@@ -142,14 +141,14 @@ def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
     np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
 def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction):
     run = functools.partial(
@@ -166,18 +165,6 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     assert result.history["iteration"].tolist()[:2] == [2, 4]
     order = np.argsort(loss[0])
     assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
-
-
-@pytest.mark.long
-def test_the_command_line_trains_a_population(tmp_path, capsys):
-    code = cli.main([
-        "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8",
-        "--num-minibatches", "2", "--pbt", "members=2,every=2,exploit=tournament,learning_rate=log_uniform:1e-5:1e-2",
-        "--out", str(tmp_path / "run"), "--progress", "none", "--json", "--eval-episodes", "0",
-    ])  # fmt: skip
-    assert code == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [m["seed"] for m in summary["members_at_end"]] == [0, 1]
 
 
 @pytest.mark.slow

@@ -24,10 +24,9 @@ OTHERS = {
     "recurrent_ppo+lstm": {"core": "lstm", "memory_size": 16}, "ppo+normal": {"normalize_observations": True},
     "mappo+gru": {"core": "gru", "memory_size": 16}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
 }  # fmt: skip
-FAST = [
-    ("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1"), ("self_play", "KuhnPoker"),
-]  # fmt: skip
+FAST = [("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1")]
 SLOW = [
+    ("self_play", "KuhnPoker"),
     ("sac+qr", "Pendulum-v1"), ("dqn+c51", "CartPole-v1"),
     ("ppo", "CartPole-v1"), ("ppo", LOCK), ("recurrent_ppo+lstm", "CartPole-v1"), ("recurrent_ppo+min_gru", "Pendulum-v1"),
     ("recurrent_ppo+lru", "CartPole-v1"), ("recurrent_ppo+gtrxl", "CartPole-v1"), ("recurrent_ppo+own", "CartPole-v1"),
@@ -43,7 +42,7 @@ SLOW = [
     ("a2c+privileged", "tests.support.privileged:cartpole"),
 ]  # fmt: skip
 CASES = [slow_unless(case in FAST, *case) for case in (*FAST, *SLOW)]
-OFTEN = [*((*case, False) for case in FAST), ("ppo+normal", "Pendulum-v1", True), ("r2d2", "CartPole-v1", True)]
+OFTEN = [("ppo+normal", "Pendulum-v1", True), ("r2d2", "CartPole-v1", False)]
 PROGRAMS = [
     slow_unless((*case, sample) in OFTEN, *case, sample)
     for case in (*FAST, *SLOW) for sample in (False, True)
