@@ -57,7 +57,7 @@ def cells(text: str, name: str | None = None) -> list[list[str]]:
 def table(head: str, chosen: list[list[str]]) -> str:
     """A table as Markdown, from its head and its rows."""
     lines = [f"| {' | '.join(row)} |" for row in chosen]
-    return "\n".join([f"| {head} |", "|---" + "|---:" * head.count("|") + "|", *lines])
+    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *lines])
 
 
 def tables() -> dict[str, str]:
