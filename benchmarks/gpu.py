@@ -1,6 +1,6 @@
 """Measures training on one GPU, and writes its page: populations, single runs, recurrent cores, suites, and peers.
 
-    python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs docs/gpu.md
+    python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs benchmarks/README.md
     python benchmarks/gpu.py --only Breakout --rejax /tmp/rejax/bin/python --json gpu.json
 
 Rows whose suite is not installed are named and left out. A peer is measured beside the rows that it has, by turns, if its

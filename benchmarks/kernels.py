@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --rejax /tmp/rejax/bin/python --purejaxrl /tmp/purejaxrl_env/bin/python \\
         --purejaxrl-source CLONE --jaxmarl /tmp/jaxmarl_env/bin/python --jaxmarl-source CLONE \\
-        --json benchmarks/results/kernels.json --docs docs/speed.md
+        --json benchmarks/results/kernels.json --docs benchmarks/README.md
 
 The environments of the peers are those of `compare_rejax.py`, `compare_purejaxrl.py` and `compare_jaxmarl.py`. Each needs
 jax-cuda12-plugin and jax-cuda12-pjrt too, of the version of jaxlib (`pip install --no-deps`), and so does ours. XLA compiles

@@ -4,7 +4,7 @@ PPO on CartPole and MAPPO on a cooperative task, on eight virtual devices of thi
 placements the host sleeps, as if the network were slower. Each policy's time is predicted from its instructions, measured one
 by one without the sleep, and measured.
 
-    python benchmarks/thesis.py --json benchmarks/results/thesis.json --docs docs/thesis.md --svg docs/thesis.svg
+    python benchmarks/thesis.py --json benchmarks/results/thesis.json --docs benchmarks/README.md --svg docs/thesis.svg
 """
 
 import argparse

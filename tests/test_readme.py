@@ -35,12 +35,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "example_rl_darts", "actors", "coming_from", "tournaments", "offline_evaluation",
+    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
+    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -100,7 +100,7 @@ RUN_HERE = (
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
     (GUARANTEES, "Numbers that are not finite"),
-    (SCALING, "Plans for devices that are not there"),
+    (SCALING, TOP),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
@@ -108,7 +108,7 @@ RUN_HERE = (
     (ARCHITECTURE, "Adding a part"),
     (ACTORS, "Ray"),
     (COMING_FROM, "PureJaxRL"),
-    (RL_DARTS, "The method"),
+    (EXAMPLES, "RL-DARTS"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
@@ -200,9 +200,9 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/records/README.md"])
 def test_links_lead_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", PAGES[page])) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", (ROOT / page).read_text())) if "://" not in link]
     written = [ROOT / folder for folder in (ROOT / ".gitignore").read_text().split() if folder.startswith("docs/")]
     for link in links:
         path, _, anchor = link.partition("#")
@@ -450,7 +450,7 @@ def test_options_are_values_or_their_text(run_sections):
 
 @pytest.mark.slow
 def test_a_network_that_is_found(run_sections):
-    (namespace,), _ = run_sections(RL_DARTS, "The method")
+    (namespace,), _ = run_sections(EXAMPLES, "RL-DARTS")
     supernet, again = (namespace[name].config.network for name in ("result", "again"))
     assert supernet.cell is None and again.cell == namespace["found"].cell and len(again.cell) == 3
 
@@ -551,7 +551,7 @@ def test_search_in_a_learned_model(run_sections):
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(SCALING, "Plans for devices that are not there")
+    (namespace,), output = run_sections(SCALING, TOP)
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
