@@ -33,9 +33,9 @@ _ABOUT = """Returns are undiscounted. *Training* is the mean of the curve over i
 *best agent* that of 256 greedy episodes of the agent with the best of about 20 evaluations during training. Both have the 95%
 interval of a bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)), which is narrow where seeds are
 few: it holds the true mean in about 75% of the cases with three, 80% with five, and 90% with ten. *Published* are returns of
-others at equal steps, ± a standard deviation over their seeds, and higher ones at fewer steps; some pages do not tell the
-steps, and some environments are those of Gym where ours are gymnax's. Their wall time is on their hardware, ours that of all
-seeds together on the hardware beside it, where other work may have run. Curves are means over the seeds with the same
+others at equal steps, ± a standard deviation over their seeds, and higher ones at fewer steps; some pages do not state the
+steps, and some environments are those of Gym where ours are gymnax's. The time of published runs is on their hardware; ours is
+of all seeds together on the hardware next to it, where other work may have run. Curves are means over the seeds with the same
 intervals."""
 
 
@@ -94,7 +94,7 @@ class Row:
         """Compares our return with each higher published one, and says what may explain the difference."""
         higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
         return [
-            f"{score} beside {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
+            f"{score}; published: {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
             f"{row.get('remark', '')}".rstrip()
             for row, score in higher
         ]
@@ -174,7 +174,7 @@ def check_pages(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--pages cannot make {folder} ({error.strerror}); name another folder") from None
+        raise ValueError(f"--pages cannot create {folder} ({error.strerror}); choose another folder") from None
     _check_ours(folder / _INDEX)
     for name in recipes.names():
         for file in _files(recipes.find(name)):
@@ -197,7 +197,7 @@ def _title(env: str) -> str:
 
 def _check_ours(path: Path) -> None:
     if os.path.lexists(path) and not _is_ours(path):
-        raise ValueError(f"--pages would overwrite {path}, which it did not write; name another folder, or move the file")
+        raise ValueError(f"--pages would overwrite {path}, which it did not write; choose another folder, or move the file")
 
 
 def _is_ours(path: Path) -> bool:
@@ -247,14 +247,14 @@ def index(found: Sequence[Row], *, alone: bool = False) -> str:
     """
     algorithms = [f"[{algo}]({own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
     others = [
-        "The curves, and a page for each algorithm and each suite, are on the site, which",
-        "`python -m sphinx -W -b html docs build/site` builds; `msrl-jax reproduce --pages FOLDER` writes them, too.",
+        "The site has the curves, and a page for each algorithm and each suite. Build it with",
+        "`python -m sphinx -W -b html docs build/site`, or write the pages alone with `msrl-jax reproduce --pages FOLDER`.",
     ]  # fmt: skip
     parts = [
         "# Results", "",
-        "What the recipes reach: settings for a pair of algorithm and environment, whose files are in",
-        "`msrl_jax/recipes`. `msrl-jax train --recipe ppo-cartpole` trains one, and",
-        "`msrl-jax reproduce ppo-cartpole` all of its seeds; it says whether the scores",
+        "The scores of the recipes. A recipe holds the hyperparameters for one algorithm on one environment; the files are in",
+        "`msrl_jax/recipes`. Train one with `msrl-jax train --recipe ppo-cartpole`. Train all of its seeds with",
+        "`msrl-jax reproduce ppo-cartpole`, which reports whether the scores",
         f"[agree]({'' if alone else '../'}recipes.md#reproducing) with the table.", "",
         *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]), "", _ABOUT,
     ]  # fmt: skip
@@ -263,7 +263,7 @@ def index(found: Sequence[Row], *, alone: bool = False) -> str:
         links = [f"../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
         parts += ["", f"## {suite}", *curves, _table(row.cells(link) for row, link in zip(own, links, strict=True))]
     if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
-        parts += ["## Where they are below others", "", *below, ""]
+        parts += ["## Below published results", "", *below, ""]
     return "\n".join(parts)
 
 
@@ -320,10 +320,10 @@ def _improvements(found: Sequence[Row]) -> list[str]:
         return []
     return [
         "", "## Which is better", "",
-        "The probability that a run of the algorithm of a row has a higher return than one of that of a column, equal ones",
-        "counted half, with its interval, over the environments that both have at equal steps (how many). In training, those",
-        "that explore more return less than their best agents do. An interval has no width where every run of one is above",
-        "every run of the other, which chance alone does to three seeds against three in one case of ten.",
+        "The probability that a run of the row's algorithm has a higher return than a run of the column's, where a tie counts",
+        "half, with its interval, over the environments that both have at equal steps (their number in parentheses). Training",
+        "returns include exploration. An interval has no width if every run of one is above every run of the other; with three",
+        "seeds each, this happens by chance in one case of ten.",
         *lines("In training", "last"), *lines("Their best agents", "best"),
     ]  # fmt: skip
 

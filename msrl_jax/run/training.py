@@ -181,7 +181,7 @@ def train(
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
             if experiment.guard == "rollback" and record is not None:
-                raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+                raise ValueError('guard="rollback" cannot undo recorded steps; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             execution.check(experiment, policy, record)
@@ -199,7 +199,7 @@ def train(
         if progress is not False and processes.is_first():
             tuned = recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
             if tuned is not None and isinstance(algo, str | None) and tuned.fields:
-                print(f"these are defaults; settings for this environment: the recipe {tuned.name}", file=sys.stderr)
+                print(f"using defaults; the recipe {tuned.name} has hyperparameters for this environment", file=sys.stderr)
             if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
                 for note in unseen_images(experiment.environment):
                     print(note, file=sys.stderr)
@@ -238,7 +238,7 @@ def train(
             run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
             lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
             for problem in lost:
-                text = f"the run ends with an error, and could not be saved: {problem}"
+                text = f"the run ended with an error, and could not be saved: {problem}"
                 warnings.warn(text, folder.SaveWarning, stacklevel=2)
             raise
         errors = finish(run, hooks)

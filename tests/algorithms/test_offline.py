@@ -328,7 +328,7 @@ def test_members_are_compared_by_what_was_held_out(both):
         evaluation = dataclasses.replace(both.evaluation, returns=np.tile(np.float32(last)[:, None], 8))
         assert dataclasses.replace(both, evaluation=evaluation).best == losses.argmin()
     nothing = {name: column for name, column in both.history.items() if not name.startswith("validation")}
-    with pytest.raises(ValueError, match=r"no data were held out .* name one, member=0, or train with a validation_fraction"):
+    with pytest.raises(ValueError, match=r"by their validation loss, .* choose one, member=0, or train"):
         dataclasses.replace(both, history=nothing).best  # noqa: B018
 
 

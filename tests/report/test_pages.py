@@ -58,8 +58,8 @@ def test_pages_have_scores_settings_and_published_returns_at_equal_steps(mine, t
     index, algorithm = (docs / "index.md").read_text(), (docs / "ppo.md").read_text()
     cells = "| [mine](ppo.md#mine) | CartPole-v1 | 490,000 | 5.0 [4.0, 6.0] | 8.0 [7.0, 9.0] | 490 ± 6.1 [CleanRL]"
     assert cells in index and "| 12 s, 2 seeds, 2 cores |" in index
-    below = "5.0 [4.0, 6.0] beside 490 ± 6.1 [CleanRL]"
-    assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Where they are below others")[2]
+    below = "5.0 [4.0, 6.0]; published: 490 ± 6.1 [CleanRL]"
+    assert f"Below others: {below}" in algorithm and f"- mine: {below}" in index.partition("## Below published results")[2]
     about = ("Made up.", "`msrl-jax reproduce mine --seeds 19`; learning_rate=0.1.", "A CPU, 2 cores: wall 12 s")
     for part in (*about, "Seeds 0 to 1, 2026-01-01, jax 1, gymnax 2, msrl-jax 3, commit abc"):
         assert part in algorithm
@@ -72,16 +72,16 @@ def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys)
     (tmp_path / "docs" / "index.md").write_text("mine")
     for names in ([], ["mine"]):  # which is not trained before
         assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert "index.md, which it did not write; name another folder" in capsys.readouterr().err
+        assert "index.md, which it did not write; choose another folder" in capsys.readouterr().err
     (tmp_path / "docs" / "index.md").unlink()
     for name in ("mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"):
         (tmp_path / "docs" / name).write_text("mine")
         assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert f"{name}, which it did not write; name another folder" in capsys.readouterr().err
+        assert f"{name}, which it did not write; choose another folder" in capsys.readouterr().err
         (tmp_path / "docs" / name).unlink()
     (tmp_path / "file").write_text("")
     assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
-    assert "file (File exists); name another folder" in capsys.readouterr().err
+    assert "file (File exists); choose another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "docs").iterdir())
 
@@ -106,7 +106,7 @@ def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine, re
     (mine / "ppo-wide-cartpole.toml").write_text((mine / "mine.toml").read_text())
     RECORD.write(records / "ppo-wide-cartpole.json")
     assert [[x["source"] for x in row.published] for row in rows()] == [["They"], ["Wide"]]
-    assert found.below() == ["8.0 [7.0, 9.0] beside 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
+    assert found.below() == ["8.0 [7.0, 9.0]; published: 9 [They](u), greedy, after 50,000 steps, within the interval. Why."]
 
 
 def test_a_curve_is_the_mean_over_the_seeds_once_all_have_returns():

@@ -85,5 +85,5 @@ def test_without_an_episode_the_best_checkpoint_is_missing_and_says_why(tmp_path
         "ppo", Lottery(short=100, long=100), total_steps=32, num_envs=2, unroll_length=8, num_minibatches=1, num_epochs=1,
         hidden_sizes=(4,), eval_episodes=0, out=tmp_path, devices=jax.devices()[:1], progress=False,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"none of those after iterations 2 has a score: .* no episode had ended"):
+    with pytest.raises(ValueError, match=r"none of those after iterations 2 has a score: .* no training episode had ended"):
         Result.load(tmp_path, env=Lottery(short=100, long=100), checkpoint="best")

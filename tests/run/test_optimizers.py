@@ -57,11 +57,11 @@ def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
 @pytest.mark.long
 def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
     train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
-    with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*give it again: optimizer=\.\.\."):
+    with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*pass it again: optimizer=\.\.\."):
         msrl.Result.load(tmp_path / "run")
     with pytest.raises(RunFolderError, match=r"has no optimiser.*did you mean 'optimizer'"):
         msrl.Result.load(tmp_path / "run", optimiser=transformations.ready)
-    with pytest.raises(RunFolderError, match="cannot go on with optimizer='sgd'"):
+    with pytest.raises(RunFolderError, match="cannot resume with optimizer='sgd'"):
         msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")
 
 
@@ -102,7 +102,7 @@ def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
 @pytest.mark.slow
 def test_more_steps_stretch_a_schedule(train, one_device, tmp_path):
     train(learning_rate="linear:1e-2", out=tmp_path / "run")
-    with pytest.warns(ResumeWarning, match="over which learning_rate changes: the schedule now spans the new number"):
+    with pytest.warns(ResumeWarning, match="which rescales the schedule of learning_rate"):
         longer = msrl.train(resume=tmp_path / "run", total_steps=2 * STEPS, devices=one_device, progress=False)
     want = 1e-2 * np.array([1, 3 / 4, 1 / 2, 1 / 4, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
     np.testing.assert_allclose(longer.history["learning_rate"], want, rtol=1e-6)
