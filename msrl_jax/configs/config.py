@@ -122,7 +122,7 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
             may_be_word = f.metadata.get("tunable") or (Any in typing.get_args(f.type) and isinstance(value, str))
             if may_be_word and is_deferred(value):
                 where = f"{type(self).__name__}.{name}={value!r}"
-                raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
+                raise ValueError(f"{where} is not resolved yet; call msrl_jax.algorithms.build(config, env), which resolves it")
         return build(self, with_privileged(env) if self.privileged else env)
 
     return built

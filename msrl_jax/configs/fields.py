@@ -142,7 +142,7 @@ def check_declaration(cls: type, where: str) -> None:
         if typing.get_origin(kind) is not ClassVar and "doc" not in about:
             raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
         if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
-            raise TypeError(f"{where} has the tunable field {name!r}, which is no float; use field, or float in its type")
+            raise TypeError(f"{where} has the tunable field {name!r}, which is not a float; use field, or float in its type")
 
 
 def is_option(value: Any) -> bool:
@@ -289,7 +289,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
         if Any in kinds and (is_deferred(value) or is_object(value)):
-            return None if _is_hashable(value) else "tuples in place of lists"
+            return None if _is_hashable(value) else "tuples instead of lists"
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         own = ", your own object, or MODULE:NAME of one" if Any in kinds else ""
         return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}{own}"

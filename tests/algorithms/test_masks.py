@@ -145,14 +145,14 @@ def halted(algo, env):
 @pytest.mark.parametrize("algo", ["a2c", "ppo", "dqn", "r2d2", "sac", "es"])
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
     error = halted(algo, Maze(stuck=2))
-    assert re.search(r"environment \d gave an observation without a legal action", str(error))
+    assert re.search(r"environment \d returned an observation without a legal action", str(error))
     assert "without a legal action" in str(msrl.nonfinite.replay_step(error.replay, env=Maze(stuck=2)))
 
 
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Maze(stuck=1), "environment 1 gave an observation without a legal action"),
+        (Maze(stuck=1), "environment 1 returned an observation without a legal action"),
         (Maze(), "environment 1 was given an illegal action"),
     ],
 )

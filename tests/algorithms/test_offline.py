@@ -354,7 +354,7 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
         ("bc", True, {"shards": 128}, r"holds 64 of 640 rows out, fewer than one in each of shards=128; use a larger"),
         ("bc", True, {"data": noise(RandomWalk(False))}, "action of the data set has shape"),
-        ("bc", True, {"data": "there/is/none.npz"}, "there is no file"),
+        ("bc", True, {"data": "there/is/none.npz"}, "does not exist; write one"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(name, continuous, options, message):

@@ -105,7 +105,7 @@ MISTAKES = [
     (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
     (["train", "--hidden-sizes", "64,x"], "'64,x', which is not a whole number"),
     (["replay", __file__], "test_command_line.py does not describe a non-finite step"),
-    (["replay", "nothere.npz"], "there is no file nothere.npz"),
+    (["replay", "nothere.npz"], "the file nothere.npz does not exist"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
     (["explain", "--policy", "os:path"], "policy 'os:path' is in Python's standard library"),
     (["train", "--record", "new/x.npz", "--policy", "SingleLearnerCoarse:learners=99"], "99"),

@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
     """An instruction of a computation."""
 
     name: str
-    kind: str  # such as "fusion", which is also that of one that runs beside others
+    kind: str  # such as "fusion", also for one that runs in parallel to others
     shape: str  # as XLA writes it
     rest: str  # operands and attributes: the text behind the opening parenthesis
     is_root: bool  # whether its value is that of the computation

@@ -227,7 +227,7 @@ def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
         num_updates=2, batch_size=16, hidden_sizes=(8,), **options,
     )  # fmt: skip
     moved = data.rename(tmp_path / "moved.npz")
-    with pytest.raises(RunFolderError, match=r"data set of the run in .*run cannot be read: there is no file .*data\.npz"):
+    with pytest.raises(RunFolderError, match=r"the run in .*run cannot be read: the file .*data\.npz does not exist"):
         msrl.train(resume=path, progress=False)
     other = msrl.data.load(moved).select(slice(0, 100))
     with pytest.raises(RunFolderError, match=r"the given data set is not the data set of the run .* its content differs"):
