@@ -241,7 +241,7 @@ def in_turns(
 def table(record: dict[str, Any]) -> str:
     """A record as Markdown: a table, and a paragraph on versions, machine and load."""
     peer = record["peer"]
-    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each turn", "share of peak", "cores of others", "commit"]
+    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each round", "share of peak", "cores of others", "commit"]
     peak = max(row["peak_flops"] for row in record["rows"])  # the best of several measurements: others slow it down
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in record["rows"]:
@@ -253,7 +253,7 @@ def table(record: dict[str, Any]) -> str:
     machine = record["machine"]
     versions = versions_of(record, peer)
     cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)} of {machine['cpu']}"
-    about = f"Medians of {record['repeats']} turns of {record['seconds']:g} s, on {cores} ({machine['device']}). {versions}."
+    about = f"Medians of {record['repeats']} rounds of {record['seconds']:g} s, on {cores} ({machine['device']}). {versions}."
     return "\n".join([*lines, "", about])
 
 
@@ -284,7 +284,7 @@ def rewrite(page: str, name: str, text: str) -> str:
 
 
 def chosen(settings: Sequence[_S], only: Sequence[str]) -> list[_S]:
-    """The settings whose label contains one of the words; all if there are no words.
+    """The settings whose label contains one of the words; all without words.
 
     Raises:
       ValueError: if a word is in no label.

@@ -30,12 +30,12 @@ def record(*rows, **changes):
 def test_the_table_has_medians_ratios_versions_and_the_machine():
     found = table(record(row("ppo a", [3000.0, 1000.0, 2000.0], [1000.0] * 3), row("dqn b", [10.0] * 3, [20.0] * 3, None)))
     assert found == textwrap.dedent("""\
-        | setting | msrl_jax | Rejax | ratio | ratio of each turn | share of peak | cores of others | commit |
+        | setting | msrl_jax | Rejax | ratio | ratio of each round | share of peak | cores of others | commit |
         |---|---|---|---|---|---|---|---|
         | ppo a | 2,000 | 1,000 | 2.00 | 1.00 to 3.00 | 6% | 0.25 | abc |
         | dqn b | 10 | 20 | 0.50 | 0.50 to 0.50 | 0% | - | abc |
 
-        Medians of 3 turns of 2 s, on 2 cores of A CPU (cpu). msrl_jax: jax 0.10; Rejax: rejax 0.1.3, jax 0.10.""")
+        Medians of 3 rounds of 2 s, on 2 cores of A CPU (cpu). msrl_jax: jax 0.10; Rejax: rejax 0.1.3, jax 0.10.""")
 
 
 def test_only_the_marked_part_of_a_page_is_rewritten():

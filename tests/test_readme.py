@@ -57,11 +57,11 @@ RUN_HERE = (
     (FIRST_HOUR, "Look"),
     (FIRST_HOUR, "Change the policy"),
     (FIRST_HOUR, "Your own environment"),
-    (IN_BRIEF, "A loop of your own"),
+    (IN_BRIEF, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
     (ALGORITHMS, "Goals in hindsight"),
-    (ALGORITHMS, "Networks of your own"),
+    (ALGORITHMS, "Custom networks"),
     (ALGORITHMS, "Optimizers"),
     (ALGORITHMS, "Options"),
     (ALGORITHMS, "Schedules"),
@@ -98,8 +98,8 @@ RUN_HERE = (
     (RECIPES, TOP),
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
-    (GUARANTEES, "Numbers that are not finite"),
-    (SCALING, "Plans for devices that are not there"),
+    (GUARANTEES, "Non-finite values"),
+    (SCALING, "Plans for hardware you do not have"),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
@@ -396,11 +396,11 @@ def test_the_same_run_under_two_policies(run_sections):
 
 @pytest.mark.long
 def test_a_loop_of_ones_own(run_sections):
-    (namespace,), output = run_sections(IN_BRIEF, "A loop of your own")
+    (namespace,), output = run_sections(IN_BRIEF, "Your own loop")
     gain, distance = namespace["state"][0], namespace["metrics"]["distance"]
     assert abs(gain - 1) < 0.05, "steps back to where it should be, but for the noise"
     assert distance[0] == pytest.approx(2, abs=0.1) and distance[-1] == pytest.approx(np.sqrt(2 / np.pi), abs=0.1)
-    (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[IN_BRIEF, "A loop of your own"], re.MULTILINE)
+    (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[IN_BRIEF, "Your own loop"], re.MULTILINE)
     assert [float(x) for x in said] == pytest.approx(distance[[0, -1]], abs=0.1)
     assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
 
@@ -427,7 +427,7 @@ def test_one_word_changes_where_it_runs(run_sections):
 
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
-    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own")
+    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Custom networks")
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]
@@ -546,7 +546,7 @@ def test_search_in_a_learned_model(run_sections):
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(SCALING, "Plans for devices that are not there")
+    (namespace,), output = run_sections(SCALING, "Plans for hardware you do not have")
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
@@ -654,7 +654,7 @@ def test_an_environment_with_several_agents(run_sections):
 
 @pytest.mark.long
 def test_the_page_shows_where_a_nan_comes_from(run_sections):
-    _, output = run_sections(GUARANTEES, "Numbers that are not finite")
+    _, output = run_sections(GUARANTEES, "Non-finite values")
     assert "\n1 env_step [1].reward\n" in output
     assert output.count("returned a reward of nan: fragment 'env_step' (role 'env')") == 2
 

@@ -172,7 +172,7 @@ def reproduce(
 ) -> Reproduction:
     """Trains a recipe on several seeds, scores it, and tests whether the scores agree with the recorded ones.
 
-    Trains as many seeds in one program as fit in memory; with a simulator on the host, trains them one after another. If the
+    Trains all seeds that fit in memory in one program; with a simulator on the host, trains them one after another. If the
     process is killed or interrupted, repeat the call to resume.
 
     Args:
