@@ -82,7 +82,7 @@ RUN_HERE = (
     (ENVIRONMENT_METHODS, "Metrics"),
     (PARAMETERS, TOP),
     (PARAMETERS, "Curricula"),
-    (PARAMETERS, "Of your own environment"),
+    (PARAMETERS, "Parameters of your environment"),
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (TREE_SEARCH, TOP),
@@ -604,7 +604,7 @@ def test_metrics_of_an_environment(run_sections):
 
 @pytest.mark.slow
 def test_parameters_as_data(run_sections):
-    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Of your own environment")
+    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Parameters of your environment")
     for run in (poles["result"], poles["harder"], levels["result"]):
         lengths = run.history["env_params/length"]
         assert ((lengths > 0.25) & (lengths < 1)).all()
