@@ -70,7 +70,7 @@ RUN_HERE = (
     (ALGORITHMS, "Your own copy"),
     (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
-    (DATA, "Learning from data alone"),
+    (DATA, "Offline RL"),
     (OFFLINE_EVALUATION, TOP),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
@@ -479,7 +479,7 @@ def test_a_policy_of_ones_own(run_sections):
 
 @pytest.mark.slow
 def test_data(run_sections, tmp_path):
-    titles = ("Recording", "Learning from data alone", "Learning from data and experience")
+    titles = ("Recording", "Offline RL", "Learning from data and experience")
     (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
     assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
     assert len(recorded["training"]) + len(recorded["validation"]) == 1024
