@@ -222,7 +222,7 @@ def late(result: msrl.Result) -> float:
 
 
 def costs(algorithm: str, networks: Sequence[Any], rounds: int = 5, game: str = GAMES[0]) -> np.ndarray:
-    """What a step of the environment costs, with its share of the updates.
+    """Measures the cost of a step of the environment, with its share of the updates.
 
     Args:
       algorithm: a name in `ALGORITHMS`.

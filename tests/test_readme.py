@@ -60,7 +60,7 @@ RUN_HERE = (
     (IN_BRIEF, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
-    (ALGORITHMS, "Goals in hindsight"),
+    (ALGORITHMS, "Hindsight experience replay"),
     (ALGORITHMS, "Custom networks"),
     (ALGORITHMS, "Optimizers"),
     (ALGORITHMS, "Options"),
@@ -563,7 +563,7 @@ def test_an_environment_of_ones_own(run_sections):
 
 @pytest.mark.slow
 def test_goals_in_hindsight(run_sections):
-    (maze,), _ = run_sections(ALGORITHMS, "Goals in hindsight", steps=2048)
+    (maze,), _ = run_sections(ALGORITHMS, "Hindsight experience replay", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
     for run in (maze["result"], bits["result"]):
         assert run.description["config"]["relabel"] == 0.8

@@ -48,7 +48,7 @@ class Refusal(Exception):
 
 
 class Published(NamedTuple):
-    """What actors read, packed for transfer."""
+    """The parameters for actors, packed for transfer."""
 
     version: int  # number of completed iterations
     packed: list[np.ndarray]

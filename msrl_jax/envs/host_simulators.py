@@ -70,7 +70,7 @@ class Simulators(Protocol):
 
 
 class HostState(NamedTuple):
-    """What the state of a run contains about host simulators; they keep the rest of their state themselves. `[E]`"""
+    """The part of the run's state that describes host simulators, which keep the rest themselves. `[E]`"""
 
     seed: jax.Array  # uint32
     steps: jax.Array  # uint32, modulo 2**32
@@ -176,7 +176,7 @@ class Stepping:
 
 
 class _Is(enum.IntEnum):
-    """What an environment is doing."""
+    """The status of an environment."""
 
     DOWN = 0  # has no episode
     STARTING = 1  # is starting an episode

@@ -70,7 +70,7 @@ class _Masked(Wrapper):
 
 
 FAULTS: dict[str, str] = {}
-"""What a nan means, by the name of the function that produced it."""
+"""The meaning of a nan, by the name of the function that produced it."""
 
 F = TypeVar("F", bound=Callable[..., jax.Array])
 

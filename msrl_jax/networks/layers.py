@@ -201,7 +201,7 @@ class AsymmetricTorso(NamedTuple):
 
 
 Seen = Space | Torso | AsymmetricTorso
-"""What a network sees: observations of a space; or what torsos see that are made."""
+"""The input of a network: a space of observations, or torsos that are already made."""
 
 
 def head(torso: Torso, size: int, scale: float, name: str | None = None) -> Callable[[jax.Array], jax.Array]:

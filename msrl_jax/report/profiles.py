@@ -22,7 +22,7 @@ PHASES = (
     "simulation", "inference", "learning", "replay", "others", "transfer", "Python", "idle", "outside of fragments",
     "not attributed",
 )  # fmt: skip
-"""What time is spent on. The last two: operations of the loop itself, and those whose origin is not known."""
+"""The phases of time. The last two are operations of the loop itself, and those of unknown origin."""
 
 _LARGE = 0.15  # above this error, a profile is unreliable
 

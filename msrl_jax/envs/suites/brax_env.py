@@ -117,7 +117,7 @@ class BraxEnvironment(Named):
 
 
 def _observed(state: Any) -> PyTree:
-    """What an actor sees of a state."""
+    """Returns the observation of the actor in a state."""
     split = isinstance(state.obs, Mapping) and state.obs.keys() == {"state", "privileged_state"}
     return state.obs["state"] if split else state.obs
 

@@ -71,7 +71,7 @@ class CraftaxEnvironment(Named):
         return jax.jit(common.load(f"{world}.renderer").make_craftax_pixel_renderer(size))
 
     def render(self, state: Any) -> np.ndarray:
-        """What the player sees."""
+        """Returns the view of the player."""
         return np.asarray(self._draw(state)).clip(0, 255).astype(np.uint8)
 
     def report(self, state: Any) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""What XLA prints of a compiled program, read: its computations, the collectives in it, and the fragment of each operation.
+"""Parses the text of a compiled program: its computations, its collectives, and the fragment of each operation.
 
 No other module reads this text. XLA counts the body of a loop once, so what is found is multiplied by the lengths of loops.
 """

@@ -23,7 +23,7 @@ _WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
 
 @dataclass
 class DeltaStats:
-    """What a Move has sent so far.
+    """The amount that a Move has sent so far.
 
     Attributes:
       exchanges: number of exchanges.

@@ -168,7 +168,7 @@ class Guard:
 
 
 EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("explanations")
-"""What rooms add: functions that complete a finding, by its `failure` and `replay`, or a `note` why there is none."""
+"""The explanations of rooms: functions that add the `failure` and `replay` to a finding, or a `note` on why they are unknown."""
 
 
 class Divergence:
