@@ -168,7 +168,7 @@ class Guard:
 
 
 EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("explanations")
-"""The explanations of rooms: functions that add the `failure` and `replay` to a finding, or a `note` on why they are unknown."""
+"""The explanations of rooms: functions that add `failure` and `replay` to a finding, or a `note` on why they are unknown."""
 
 
 class Divergence:
