@@ -1,4 +1,4 @@
-"""Sends changes: only those packed words that differ from the last ones sent, with their positions; the receiver has the rest.
+"""Sends changes: only the packed words which differ from the last ones sent, with their positions; the receiver has the rest.
 
 All values of a Move form one vector of words. The host reads how many words changed, so it waits for the program that makes
 them. The copies at both ends are not part of the state: after a start, a resume or an error, all words are sent.
