@@ -145,7 +145,7 @@ def compile_at_once(rows: Sequence[Row], processes: int, more: Sequence[str]) ->
 
 def page(record: dict[str, Any]) -> str:
     """The table of a record, and a paragraph on what it is of."""
-    head = ("setting", "steps/s", "ms per iteration", "predicted least", "launches", "compile", "memory", "Rejax", "ratio")
+    head = ("setting", "steps/s", "ms per iteration", "predicted minimum", "launches", "compile", "memory", "Rejax", "ratio")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in record["rows"]:
         cells = [

@@ -52,7 +52,7 @@ class Finding:
         if self.failure is None:
             return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
         replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
-        return f"{self.failure}. Therefore {what}{who} is not finite{replay}"
+        return f"{self.failure}. So {what}{who} is not finite{replay}"
 
 
 class DivergedError(FloatingPointError):
