@@ -150,7 +150,7 @@ def test_a_run_is_profiled_as_it_ran_and_its_page_shows_it(folder, tmp_path, cap
         (["--run", "{run}", "--env", "Acrobot-v1"], "leave out env"),
         (["--run", "{run}", "--num-envs", "8"], "leave out num_envs"),
         (["--run", "{run}/nothing"], "nothing"),
-        (["--out", "{run}/x.png"], "ends in .svg or .json"),
+        (["--out", "{run}/x.png"], "must end in .svg or .json"),
         (["--out", "{run}/none/x.svg"], "does not exist; create it first"),
         (["--iterations", "0"], "iterations=0"),
     ],

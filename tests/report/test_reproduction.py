@@ -348,7 +348,7 @@ def test_the_best_agents_of_a_run_that_goes_on_must_be_there(folder, tmp_path):
 @pytest.mark.parametrize(
     ("was", "now", "message"),
     [
-        (TOML, "", "algo is missing in the recipe .*small.toml; write algo ="),
+        (TOML, "", "algo is missing in the recipe .*small.toml; write a value such as algo ="),
         ('"ppo"', '"ppo', "small.toml cannot be read: .*line 3"),
         ("eval_episodes = 4", "num-envs = 9", "num-envs and num_envs are the same key in the recipe .*small.toml"),
         ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
