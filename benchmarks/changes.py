@@ -35,7 +35,7 @@ def measure(algo: str, env: str, field: str, rate: float, iterations: int, **fie
       **fields: other fields of the config.
 
     Returns:
-      The rate, words, their changed share, exchanges, those of all words, bytes beside all words, and equality.
+      The rate, values, their changed share, exchanges, those of all values, bytes relative to all values, and equality.
     """
     experiment = make_experiment(algo, env, **fields | {field: rate})
     programs = [experiment.compile(policies.SingleLearnerCoarse(parameter_codec=codec)) for codec in ("delta", "bfloat16")]
@@ -55,7 +55,7 @@ def _plain(x: jax.Array) -> jax.Array:
 
 def page(record: Mapping[str, Any]) -> str:
     """The table of a record, and what it was measured with."""
-    lines = ["| learning rate | words that change | exchanges of all words | bytes beside all words |", "|---:" * 4 + "|"]
+    lines = ["| learning rate | changed values | exchanges of all values | bytes relative to all values |", "|---:" * 4 + "|"]
     for row in record["rows"]:
         whole = f"{row['whole']} of {row['exchanges']}"
         lines.append(f"| {row['rate']:g} | {row['changed']:.2%} | {whole} | {row['bytes']:.3f} |")

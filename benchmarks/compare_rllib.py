@@ -5,7 +5,7 @@
     python benchmarks/compare_rllib.py --rllib /tmp/rllib/bin/python \\
         --json benchmarks/results/rllib.json --docs benchmarks/README.md
 
-All take turns: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the
+They alternate: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the
 host, and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second;
 what the record has of them stays.
 """
@@ -78,7 +78,7 @@ def peer(command: Sequence[str | Path], setting: Setting, *, continuing: bool) -
 
 
 def speeds(setting: Setting, command: Sequence[str | Path], repeats: int, seconds: float) -> dict[str, Any]:
-    """Environment steps per second by column, all turns, and the versions of RLlib."""
+    """Environment steps per second by column, of all rounds, and the versions of RLlib."""
     with contextlib.ExitStack() as stack:
         runners: dict[str, Any] = {}
         for column, env in environments(setting).items():
@@ -129,7 +129,7 @@ def reach(
 def returns(
     setting: Setting, command: Sequence[str | Path], seeds: Sequence[int], limits: Mapping[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    """The times to a return by column, for each seed, in turns of which every other one is in reverse order."""
+    """The times to a return by column, for each seed; the order of the columns is reversed for every other seed."""
     target = TARGETS[setting.env]
     with peer(command, setting, continuing=False) as other:
         turns: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -174,7 +174,7 @@ def tables(record: Mapping[str, Any]) -> str:
     about = record["machine"]
     versions = versions_of(record, "RLlib")
     note = (
-        "Medians, with the least and the greatest: of turns, and of seeds from 0 up. "
+        "Medians, with the least and the greatest: of rounds, and of seeds from 0 up. "
         f"{about['cores']} cores of {about['cpu']}, commit {', '.join(sorted({row['commit'] for row in rows}))}. {versions}."
     )
     return "\n".join([*lines, "", note])
@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rllib", required=True, help="the Python of an environment with Ray RLlib")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measure the settings with a WORD in their label")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of steps per second")
-    parser.add_argument("--seconds", type=float, default=3.0, help="approximate length of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of measuring steps per second")
+    parser.add_argument("--seconds", type=float, default=3.0, help="approximate length of a round")
     parser.add_argument("--returns", type=int, default=5, help="seeds of times to a return, from 0 up")
     parser.add_argument("--max-steps", type=int, default=600_000, help="environment steps after which a run gives up")
     parser.add_argument("--max-seconds", type=float, default=90.0, help="time after which a run gives up")

@@ -116,7 +116,7 @@ def new_file(text: str) -> Path:
     """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder; name a file in it" if path.is_dir() else f"has no folder {path.parent}; make it first"
+        what = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
         raise argparse.ArgumentTypeError(f"{text} {what}")
     return path
 
@@ -250,7 +250,7 @@ def in_turns(
 def table(record: dict[str, Any]) -> str:
     """A record as Markdown: a table, and a paragraph on versions, machine and load."""
     peer = record["peer"]
-    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each turn", "share of peak", "cores of others", "commit"]
+    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each round", "share of peak", "cores of others", "commit"]
     peak = max(row["peak_flops"] for row in record["rows"])  # the best of several measurements: others slow it down
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in record["rows"]:
@@ -262,7 +262,7 @@ def table(record: dict[str, Any]) -> str:
     machine = record["machine"]
     versions = versions_of(record, peer)
     cores = f"{machine['cores']} core{'s' * (machine['cores'] != 1)} of {machine['cpu']}"
-    about = f"Medians of {record['repeats']} turns of {record['seconds']:g} s, on {cores} ({machine['device']}). {versions}."
+    about = f"Medians of {record['repeats']} rounds of {record['seconds']:g} s, on {cores} ({machine['device']}). {versions}."
     return "\n".join([*lines, "", about])
 
 
@@ -293,7 +293,7 @@ def rewrite(page: str, name: str, text: str) -> str:
 
 
 def chosen(settings: Sequence[_S], only: Sequence[str]) -> list[_S]:
-    """The settings whose label contains one of the words; all if there are no words.
+    """The settings whose label contains one of the words; all without words.
 
     Raises:
       ValueError: if a word is in no label.

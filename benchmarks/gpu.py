@@ -3,9 +3,9 @@
     python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs benchmarks/README.md
     python benchmarks/gpu.py --only Breakout --rejax /tmp/rejax/bin/python --json gpu.json
 
-Rows whose suite is not installed are named and left out. A peer is measured beside the rows that it has, by turns, if its
-Python is given; `compare_rejax.py` says how to install it. The time to compile is no part of the rates, and has a column of its
-own. Most of a run is compiling: with `--processes 12`, so many processes compile at once, into the compilation cache of JAX,
+Rows whose suite is not installed are named and left out. A peer is measured alternately, on the rows that it has, if its
+Python is given; `compare_rejax.py` says how to install it. The rates exclude the time to compile, which has its own column.
+Most of a run is compiling: with `--processes 12`, 12 processes compile at once, into the compilation cache of JAX,
 before the rows are measured one by one.
 """
 
@@ -145,7 +145,7 @@ def compile_at_once(rows: Sequence[Row], processes: int, more: Sequence[str]) ->
 
 def page(record: dict[str, Any]) -> str:
     """The table of a record, and a paragraph on what it is of."""
-    head = ("setting", "steps/s", "ms per iteration", "predicted least", "launches", "compile", "memory", "Rejax", "ratio")
+    head = ("setting", "steps/s", "ms per iteration", "predicted minimum", "launches", "compile", "memory", "Rejax", "ratio")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in record["rows"]:
         cells = [

@@ -147,7 +147,7 @@ def measure(workers: int, delays: Sequence[float], repeats: int, seconds: float)
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A record as Markdown: steps per second of the first variant, and the others' ratios to it within turns."""
+    """A record as Markdown: steps per second of the first variant, and the others' ratios to it within rounds."""
     first, *others = VARIANTS
     head = ("a step sleeps", "workers", f"{first}, steps/s", *others, "load")
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
@@ -159,8 +159,8 @@ def table(record: Mapping[str, Any]) -> str:
     about, versions = record["machine"], ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join([
         *lines, "",
-        f"Medians of {record['repeats']} turns of {record['seconds']:g} s or {_CHUNK} iterations, whichever is longer, with "
-        f"the least and the greatest; the three columns before the last are ratios within turns. {about['cores']} cores of "
+        f"Medians of {record['repeats']} rounds of {record['seconds']:g} s or {_CHUNK} iterations, whichever is longer, with "
+        f"the least and the greatest; the three columns before the last are ratios within rounds. {about['cores']} cores of "
         f"{about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
     ])  # fmt: skip
 
@@ -170,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS, help="seconds that a step sleeps")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, help="processes that simulate; even numbers")
-    parser.add_argument("--repeats", type=int, default=5, help="turns")
-    parser.add_argument("--seconds", type=float, default=1.0, help="approximate length of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--seconds", type=float, default=1.0, help="approximate length of a round")
     parser.add_argument("--json", type=Path, required=True, help="write the record here")
     parser.add_argument("--docs", type=Path, help="rewrite the table in this page")
     args = parser.parse_args(argv)

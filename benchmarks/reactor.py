@@ -1,4 +1,4 @@
-"""Host simulators, parallel Q-learning and the inference of several agents beside Ray's actors, on the same cores.
+"""Host simulators, parallel Q-learning and the inference of several agents, compared with Ray's actors on the same cores.
 
 These are the four comparisons with Ray's actors that Reactor (Lingua Franca, arXiv 2312.04704) reports, with msrl_jax in its
 place. Atari's Pong wants `pip install ale-py` on both sides; frames of its size stand in for Atari games that cost nothing.
@@ -6,7 +6,7 @@ place. Atari's Pong wants `pip install ale-py` on both sides; frames of its size
     python3.11 -m venv /tmp/rllib && /tmp/rllib/bin/pip install ray==2.60.0 gymnasium==1.2.2 ale-py==0.12.1
     python benchmarks/reactor.py --ray /tmp/rllib/bin/python --json benchmarks/results/reactor.json --docs benchmarks/README.md
 
-All take turns. Without `--ray`, msrl_jax alone is measured.
+They run alternately. Without `--ray`, msrl_jax alone is measured.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def q_learning(env: Any, num_envs: int, unroll_length: int, policy: str) -> tupl
 
 
 def inference(agents: int, unroll_length: int) -> tuple[msrl.Program, Any]:
-    """A program in which each agent acts by a network of its own, and the host makes what they see; and its first state."""
+    """A program in which each agent acts with its own network, on observations from the host; and its first state."""
     seen = jax.ShapeDtypeStruct(World(agents).obs.shape, jnp.float32)
     world = msrl.fragments.host_fragment(World(agents), seen, name="world")
 
@@ -174,7 +174,7 @@ CALLS = {"simulate": {STEP: "step", UNROLL: "unroll"}, "q_learning": {UNROLL: "u
 
 
 def measure(setting: Setting, command: Sequence[str | Path], repeats: int, seconds: float) -> dict[str, Any]:
-    """Steps per second of all turns, by column; Ray's if a command starts it."""
+    """Steps per second of all rounds, by column; Ray's if a command starts it."""
     load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
         runners, versions = ours(setting), {}
@@ -188,7 +188,7 @@ def measure(setting: Setting, command: Sequence[str | Path], repeats: int, secon
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A record as Markdown: steps per second, their ratios within turns, and what they were measured on."""
+    """A record as Markdown: steps per second, their ratios within rounds, and what they were measured on."""
     pairs = ((HOST, STEP), (HOST, UNROLL), (DEVICE, UNROLL))
     short = {HOST: "msrl_jax", DEVICE: "in JAX", STEP: "per step", UNROLL: "per unroll"}
     head = [*COLUMNS, *(f"{short[a]} : {short[b]}" for a, b in pairs), "load"]
@@ -204,8 +204,8 @@ def table(record: Mapping[str, Any]) -> str:
     versions = versions_of(record, "Ray")
     return "\n".join([
         *lines, "",
-        f"Medians of {record['repeats']} turns of {record['seconds']:g} s, with the least and the greatest; ratios are those "
-        f"within turns. {about['cores']} cores of {about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
+        f"Medians of {record['repeats']} rounds of {record['seconds']:g} s, with the least and the greatest; ratios are those "
+        f"within rounds. {about['cores']} cores of {about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
     ])  # fmt: skip
 
 
@@ -214,8 +214,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", help="the Python of an environment with Ray")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measure the settings with a WORD in their label")
-    parser.add_argument("--repeats", type=int, default=5, help="turns")
-    parser.add_argument("--seconds", type=float, default=1.5, help="approximate length of a turn")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--seconds", type=float, default=1.5, help="approximate length of a round")
     parser.add_argument("--json", type=Path, required=True, help="write the record here")
     parser.add_argument("--docs", type=Path, help="rewrite the table in this page")
     args = parser.parse_args(argv)

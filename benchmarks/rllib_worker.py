@@ -18,7 +18,7 @@ STEPS, RETURNS = "num_env_steps_sampled_lifetime", "returns_of_episodes"
 
 
 def log_return(*, episode: Any, metrics_logger: Any, prev_episode_chunks: Any = None, **_: Any) -> None:
-    """RLlib's call at the end of an episode; its own mean was seen to hold fewer episodes than it is asked for."""
+    """RLlib calls this at the end of an episode; its own mean sometimes covers fewer episodes than configured."""
     total = episode.get_return() + sum(chunk.get_return() for chunk in prev_episode_chunks or ())
     metrics_logger.log_value(RETURNS, total, reduce="item_series")
 

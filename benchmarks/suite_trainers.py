@@ -74,7 +74,7 @@ def ours(task: Task, seed: int) -> dict[str, float]:
 
 
 def compare(task: Task, command: Sequence[str | Path], seeds: Sequence[int]) -> dict[str, Any]:
-    """A row of the record: the runs of both, in turns."""
+    """A row of the record: the alternating runs of both."""
     with Peer(command, task) as peer:
         runs = in_turns(task.label, {"ours": lambda seed: ours(task, seed), "theirs": peer.ask}, seeds)
         about = {"commit": commit(), "peer_versions": peer.about["versions"]}

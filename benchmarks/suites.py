@@ -5,7 +5,7 @@
 
 The suites differ in what a reset is: Brax and Playground go back to the first state of each environment, Jumanji draws a new
 one where an episode ended, and the others draw one in every step. Here, every episode begins with a new state; expensive ones
-come from a pool (Craftax, Playground). Both run as many environments on the same device, by turns.
+come from a pool (Craftax, Playground). Both run the same number of environments on the same device, alternately.
 """
 
 import argparse

@@ -71,7 +71,7 @@ def write(app, config):
 
 
 def setup(app):
-    """What the site does beside Sphinx."""
+    """Adds the steps of the site to Sphinx."""
     app.connect("config-inited", write)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", spaced)

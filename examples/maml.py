@@ -61,7 +61,7 @@ class Navigation:
 
 
 class Rollouts(NamedTuple):
-    """What happened, `[T, N, K]`, or `[T, K]` in one task."""
+    """The data of rollouts, `[T, N, K]`, or `[T, K]` in one task."""
 
     obs: jax.Array  # [T, N, K, D]
     action: jax.Array  # in units of the largest ones, before they are clipped, [T, N, K, A]

@@ -95,7 +95,7 @@ class CellNetwork(nn.Module):
     cell: Cell | None = None
 
     def __post_init__(self):
-        """Raises ValueError if there are no operations or unknown ones, or if edges or sizes are invalid."""
+        """Raises ValueError if operations are missing or unknown, or if edges or sizes are invalid."""
         cell, known = self.cell, ", ".join(OPERATIONS)
         nodes = [self.operations] if cell is None else [[name for _, name in into] for into in cell]
         if unknown := [name for names in nodes for name in names if name not in OPERATIONS]:
@@ -223,7 +223,7 @@ def late(result: msrl.Result) -> float:
 
 
 def costs(algorithm: str, networks: Sequence[Any], rounds: int = 5, game: str = GAMES[0]) -> np.ndarray:
-    """What a step of the environment costs, with its share of the updates.
+    """Measures the cost of a step of the environment, with its share of the updates.
 
     Args:
       algorithm: a name in `ALGORITHMS`.

@@ -20,7 +20,7 @@ from msrl_jax import envs
 from msrl_jax.returns.advantages import mean
 
 WORDS = ("dog", "banana", "truck", "trousers", "computer", "piano", "chair", "pen", "football", "hammer")
-QUESTIONS = {  # question -> the words for which the answer is yes
+QUESTIONS = {  # question -> the words whose answer is yes
     "is it soft": "dog banana trousers", "is it large": "truck piano chair", "is it small": "banana pen football hammer",
     "is it wooden": "piano chair hammer", "is it long": "banana truck trousers pen hammer", "can it move": "dog truck football",
     "has it legs": "dog trousers piano chair", "has it keys": "computer piano",
@@ -101,7 +101,7 @@ class Dialogues(NamedTuple):
 
 
 def simple_dialogue(env: TwentyQuestions, key: jax.Array) -> Dialogues:
-    """A dialogue of one who says what tells apart the words that are left, with a probability drawn for it, else anything."""
+    """A dialogue of a questioner that splits the remaining words with a probability drawn for it, else says anything."""
     _, utterances, answers = env.tables
     quality_key, word_key, *keys = jax.random.split(key, 2 + env.turns)
     quality, word = jax.random.uniform(quality_key), jax.random.randint(word_key, (), 0, len(env.words))
@@ -179,7 +179,7 @@ def read(net: Any, params: Any, turns: jax.Array, others: jax.Array | None = Non
 
 
 def proposals(net: Any, params: Any, turns: jax.Array, key: jax.Array) -> jax.Array:
-    """Draws another utterance for each turn of dialogues, given the dialogue so far. `[..., H, U]`"""
+    """Draws another utterance at every turn, given the dialogue so far. `[..., H, U]`"""
     (places, distance), (*batch, count, width), said = layout(turns.shape[-2]), turns.shape, []
     end = count * width
     out, memory = net.apply(params, turns.reshape(*batch, end), places[:end], distance[:end, :end])

@@ -112,7 +112,7 @@ def scan_parts(eqn: JaxprEqn) -> Scan:
 
 def source_line(eqn: JaxprEqn) -> str | None:
     """The line of Python that made an equation, outside of JAX and its libraries: `FILE:LINE (function)`."""
-    # JAX has no public name for an equation's traceback; without one there is no line.
+    # JAX has no public name for an equation's traceback; without one the line is unknown.
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     for frame in getattr(traceback, "frames", ()):
         if not frame.file_name.startswith(_LIBRARIES):
@@ -134,7 +134,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """An equation that holds `of(jaxpr)` in place of each jaxpr; `eqn` itself if that changes none."""
+    """Returns an equation with each jaxpr replaced by `of(jaxpr)`; returns `eqn` itself if none changes."""
 
     def replaced(param: Any) -> Any:
         if isinstance(param, ClosedJaxpr):
@@ -178,7 +178,7 @@ def _effects(parts: Iterable[Jaxpr | JaxprEqn]) -> frozenset[Any]:
 
 
 def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
-    """The equations of a function of an equation's operands, in place of the equation; they keep its place in the source."""
+    """Returns the equations of a function of an equation's operands, to replace it; they keep its source location."""
     closed = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, eqn.invars)])
     assert not closed.consts, "the function captures arrays"
     atoms: dict[Atom, Atom] = {**dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))}
@@ -209,7 +209,7 @@ def fresh(var: Var) -> Var:
 
 
 def is_dropped(var: Var) -> bool:
-    """Whether `var` is the placeholder `_`, to which JAX binds results that nobody reads."""
+    """Whether `var` is the placeholder `_`, to which JAX binds unused results."""
     return type(var) is not Var
 
 
@@ -242,7 +242,7 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def set_dead_code_rule(primitive: Primitive, whole: Callable[[JaxprEqn], bool]) -> None:
-    """Drops what nobody uses of a primitive's `call_jaxpr`, its results and its inputs, unless `whole(eqn)`."""
+    """Drops unused equations, results and inputs of a primitive's `call_jaxpr`, unless `whole(eqn)`."""
 
     def rule(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
         eqn = live_and_eqn[-1]  # before it, from JAX 0.12 on, comes which inputs live on after the jaxpr

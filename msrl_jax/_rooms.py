@@ -26,7 +26,7 @@ def rooms() -> Mapping[str, Path]:
 
 @functools.cache
 def added(kind: str) -> Mapping[str, str]:
-    """What rooms add of a kind: `MODULE:NAME` by name. Imports no room."""
+    """Returns the entries of a kind in all rooms: `MODULE:NAME` by name. Imports no room."""
     found = {}
     for room, file in rooms().items():
         for name, place in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():

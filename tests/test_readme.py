@@ -58,11 +58,11 @@ RUN_HERE = (
     (FIRST_HOUR, "Look"),
     (FIRST_HOUR, "Change the policy"),
     (FIRST_HOUR, "Your own environment"),
-    (IN_BRIEF, "A loop of your own"),
+    (IN_BRIEF, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
-    (ALGORITHMS, "Goals in hindsight"),
-    (ALGORITHMS, "Networks of your own"),
+    (ALGORITHMS, "Hindsight experience replay"),
+    (ALGORITHMS, "Custom networks"),
     (ALGORITHMS, "Optimizers"),
     (ALGORITHMS, "Options"),
     (ALGORITHMS, "Schedules"),
@@ -71,7 +71,7 @@ RUN_HERE = (
     (ALGORITHMS, "Your own copy"),
     (ALGORITHMS, "From a trained agent"),
     (DATA, "Recording"),
-    (DATA, "Learning from data alone"),
+    (DATA, "Offline RL"),
     (OFFLINE_EVALUATION, TOP),
     (DATA, "Learning from data and experience"),
     (OWN_ENVIRONMENT, TOP),
@@ -83,7 +83,7 @@ RUN_HERE = (
     (ENVIRONMENT_METHODS, "Metrics"),
     (PARAMETERS, TOP),
     (PARAMETERS, "Curricula"),
-    (PARAMETERS, "Of your own environment"),
+    (PARAMETERS, "Parameters of your environment"),
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (TREE_SEARCH, TOP),
@@ -400,11 +400,11 @@ def test_the_same_run_under_two_policies(run_sections):
 
 @pytest.mark.long
 def test_a_loop_of_ones_own(run_sections):
-    (namespace,), output = run_sections(IN_BRIEF, "A loop of your own")
+    (namespace,), output = run_sections(IN_BRIEF, "Your own loop")
     gain, distance = namespace["state"][0], namespace["metrics"]["distance"]
     assert abs(gain - 1) < 0.05, "steps back to where it should be, but for the noise"
     assert distance[0] == pytest.approx(2, abs=0.1) and distance[-1] == pytest.approx(np.sqrt(2 / np.pi), abs=0.1)
-    (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[IN_BRIEF, "A loop of your own"], re.MULTILINE)
+    (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[IN_BRIEF, "Your own loop"], re.MULTILINE)
     assert [float(x) for x in said] == pytest.approx(distance[[0, -1]], abs=0.1)
     assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
 
@@ -484,7 +484,7 @@ def test_a_policy_of_ones_own(run_sections):
 
 @pytest.mark.slow
 def test_data(run_sections, tmp_path):
-    titles = ("Recording", "Learning from data alone", "Learning from data and experience")
+    titles = ("Recording", "Offline RL", "Learning from data and experience")
     (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
     assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
     assert len(recorded["training"]) + len(recorded["validation"]) == 1024
@@ -568,7 +568,7 @@ def test_an_environment_of_ones_own(run_sections):
 
 @pytest.mark.slow
 def test_goals_in_hindsight(run_sections):
-    (maze,), _ = run_sections(ALGORITHMS, "Goals in hindsight", steps=2048)
+    (maze,), _ = run_sections(ALGORITHMS, "Hindsight experience replay", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
     for run in (maze["result"], bits["result"]):
         assert run.description["config"]["relabel"] == 0.8
@@ -609,7 +609,7 @@ def test_metrics_of_an_environment(run_sections):
 
 @pytest.mark.slow
 def test_parameters_as_data(run_sections):
-    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Of your own environment")
+    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Parameters of your environment")
     for run in (poles["result"], poles["harder"], levels["result"]):
         lengths = run.history["env_params/length"]
         assert ((lengths > 0.25) & (lengths < 1)).all()
@@ -659,7 +659,7 @@ def test_an_environment_with_several_agents(run_sections):
 
 @pytest.mark.long
 def test_the_page_shows_where_a_nan_comes_from(run_sections):
-    _, output = run_sections(GUARANTEES, "Numbers that are not finite")
+    _, output = run_sections(GUARANTEES, "Non-finite values")
     assert "\n1 env_step [1].reward\n" in output
     assert output.count("returned a reward of nan: fragment 'env_step' (role 'env')") == 2
 

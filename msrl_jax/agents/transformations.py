@@ -49,8 +49,8 @@ class Scheduled(NamedTuple):
 
 
 _NOTE = (
-    "The schedules of {} are numbers of the program. If the algorithm branches on such a field in Python, or converts it to a "
-    "number, it should be declared with field and not with tunable; else use jnp.where in place of the branch."
+    "The program holds {}, which have schedules, as arrays. If the algorithm branches on such a field in Python or converts it "
+    "to a Python number, use jnp.where instead, or declare the field with field and not with tunable."
 )
 
 

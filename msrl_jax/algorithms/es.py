@@ -82,8 +82,8 @@ class ES:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         if is_on_host(env):
             raise TypeError(
-                f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
-                "episode ends; use ppo, a2c, impala, or an environment on devices"
+                f"es resets all environments in every generation, but simulators on the host ({env_name(env)}) reset only when "
+                "an episode ends; use ppo, a2c, impala, or an environment on devices"
             )
         venv = vectorize_with_statistics(env, self.num_envs, normalize_observations=self.normalize_observations)
         # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.

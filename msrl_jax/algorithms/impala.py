@@ -103,7 +103,7 @@ class IMPALA:
     core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     vtrace_lambda: Tunable = tunable(
-        default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95."
+        default=0.95, low=0, high=1, doc="decay of traces, in addition to the discount. Usual: 1, or 0.95."
     )
     clip_rho: Tunable = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
     clip_c: Tunable = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")

@@ -6,7 +6,7 @@ the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
 The team acts as one agent with joint observations and joint actions; the loop over environments is in `loops/agents.py`. The
-critics see the actions of their own team. One update takes all gradients at the same parameters, so that devices exchange
+critics see the actions of the agent's team. One update takes all gradients at the same parameters, so that devices exchange
 gradients once; the paper updates the critics first.
 
 In the shape descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state

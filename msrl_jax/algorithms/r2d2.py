@@ -84,7 +84,7 @@ class R2D2:
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
-    dueling: bool = field(default=True, doc="whether values and advantages have streams of their own. Usual: True for images.")
+    dueling: bool = field(default=True, doc="whether to split the head into values and advantages. Usual: True for images.")
     huber_delta: TunableOrNone = tunable(
         default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1."
     )

@@ -249,11 +249,11 @@ def explain(
 def _check_picture(out: Path, number: int) -> None:
     """Raises UsageError if a picture of this number of plans cannot be written."""
     if out.suffix not in (".html", ".svg"):
-        raise UsageError(f"--out {out}: name a page, such as plan.html, or a picture, such as plan.svg")
+        raise UsageError(f"--out {out}: use a page, such as plan.html, or a picture, such as plan.svg")
     if out.suffix == ".svg" and number > 1:
-        raise UsageError(f"--out {out}: a picture has one plan, and there are {number}; name a page, such as {out.stem}.html")
+        raise UsageError(f"--out {out}: a picture shows one plan, but there are {number}; use a page, such as {out.stem}.html")
     if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.absolute().parent}; make it first")
+        raise UsageError(f"--out {out}: the folder {out.absolute().parent} does not exist; create it first")
 
 
 def _can_draw() -> None:
@@ -332,7 +332,7 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
     from msrl_jax.report import profile, profiles
 
     if run is not None and (more := sorted(asked.keys() - {"iterations", "repeats", "trust"})):
-        raise UsageError(f"--run {run} says what is measured; leave out {', '.join(more)}")
+        raise UsageError(f"--run {run} determines what is measured; leave out {', '.join(more)}")
     if out is not None:
         profiles.check_profile(out)
     measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
@@ -373,7 +373,7 @@ def reproduce(
             raise UsageError(recipes.NO_RECORDS)
         _note(recipes.NO_RECORDS)
     elif update and not os.access(folder, os.W_OK):
-        raise UsageError(f"--update cannot write to {folder}; leave it out, and take the record from {out}")
+        raise UsageError(f"--update cannot write to {folder}; leave it out, and copy the record from {out}")
     if pages is not None:  # report errors before training anything
         pages_of.check_pages(pages)
         for name in set(recipes.names()) - set(chosen):
@@ -407,7 +407,7 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
     except recipes.RecordError as error:
         if not update:
             raise
-        _note(f"the old record is not compared with: {error}")
+        _note(f"the old record is ignored: {error}")
         return False
     if recorded is None:
         return False
@@ -415,12 +415,12 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
     if update and folder and not set(recorded.seeds) <= set(seeds):
         raise UsageError(
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
-            f"without some of them; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
+            f"of fewer seeds; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
         )
     least = fewest(len(recorded.seeds))
     if least is None or len(seeds) < least:
-        remedy = "write one of more seeds (--update)" if least is None else f"with --seeds {least} they can"
-        fact = f"{len(seeds)} of them cannot be told from the {len(recorded.seeds)} of its record"
+        remedy = "write a record of more seeds (--update)" if least is None else f"use --seeds {least} or more"
+        fact = f"seeds: {len(seeds)} are too few to compare with the {len(recorded.seeds)} of its record"
         _note(f"{name}: {fact}; {remedy}")
     return True
 
@@ -432,7 +432,7 @@ def copy(asked: dict[str, Any]) -> Output:
 
     path = algorithms.copy(**asked)
     lines = len(path.read_text("utf-8").splitlines())
-    next_ = f"msrl-jax train --algo {shlex.quote(str(path))} trains it"
+    next_ = f"train it with msrl-jax train --algo {shlex.quote(str(path))}"
     return Output(f"{path} has {asked['algorithm']} in {lines} lines; {next_}", {"file": str(path), "lines": lines})
 
 
@@ -446,7 +446,7 @@ def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = Fa
       envs: list only the environments and their suites.
     """
     if records is not None and not recipes:
-        raise UsageError("--records is for --recipes; give both, or leave it out")
+        raise UsageError("--records needs --recipes; give both, or leave it out")
     return Output(*(listing.recipes_in(records) if recipes else listing.names(only_envs=envs)))
 
 

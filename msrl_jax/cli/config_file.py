@@ -44,7 +44,7 @@ class ConfigFile:
         known, found = {option.name: option for option in options}, dict[str, Any]()
         for key, value in self.values.items():
             if key in _OF_WORDS:
-                why = "a file cannot trust itself" if key == "trust" else "a file cannot name another one"
+                why = "a config file cannot set it" if key == "trust" else "a config file cannot include another one"
                 raise UsageError(f"{self.at(key)}: {key} belongs on the command line; {why}")
             if key not in known:
                 near = nearest(key, [*known], has_fields=has_fields)
@@ -95,15 +95,15 @@ def read(name: str) -> ConfigFile:
     """Reads a file; raises UsageError with the file and the line if it is not valid TOML."""
     path = Path(name)
     if path.is_dir():
-        raise UsageError(f"--config {name} is a folder; name a file, such as {path / 'run.toml'}")
+        raise UsageError(f"--config {name} is a folder; give a file, such as {path / 'run.toml'}")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"--config {name}: there is no such file") from None
+        raise UsageError(f"--config {name}: the file does not exist") from None
     except OSError as error:
         raise UsageError(f"--config {name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--config {name} is no text in UTF-8; write key = value in each line") from None
+        raise UsageError(f"--config {name} is not UTF-8 text; write key = value in each line") from None
     rows = text.splitlines()
     keys, table = list[str | None](), ""
     for row in rows:
@@ -115,13 +115,13 @@ def read(name: str) -> ConfigFile:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         if not isinstance(error, tomllib.TOMLDecodeError):
-            raise UsageError(f"--config {name} has a number of too many digits, or too many brackets; shorten it") from None
+            raise UsageError(f"--config {name} has a number with too many digits, or too many brackets; shorten it") from None
         fact, _, place = str(error).partition(" (at ")
         number = int(match[1]) if (match := re.match(r"line (\d+)", place)) else len(rows)
         key = keys[number - 1] if number else None
         if fact == "Cannot overwrite a value" and key:
             raise _twice(name, key, number, lines) from None
-        raise UsageError(f"{name}, line {number}: no TOML ({fact}); write key = value, with text in double quotes") from None
+        raise UsageError(f"{name}, line {number}: bad TOML ({fact}); write key = value, with text in double quotes") from None
     values: dict[str, Any] = {}
     for key, value in toml.flat(found).items():
         if (key := key.replace("-", "_")) in values:

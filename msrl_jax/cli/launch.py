@@ -105,9 +105,9 @@ def launch(argv: Sequence[str], count: int) -> int:
         return code
     ended = f"was ended by {signal.Signals(-code).name}"
     if code == -signal.SIGABRT:  # JAX aborts the process when the heartbeat of another process stops
-        ended = "lost contact with another one"
+        ended = "lost contact with another process"
     print(
-        f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; --resume goes on from the newest checkpoint",
+        f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; use --resume to continue",
         file=sys.stderr,
     )
     return LOST

@@ -85,7 +85,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
 
 def _word_remedy(value: Any, words: list[Any], or_object: bool) -> str | None:
     if or_object and (is_deferred(value) or is_object(value)):
-        return None if is_hashable(value) else "tuples in place of lists"
+        return None if is_hashable(value) else "tuples instead of lists"
     if value in words:
         return None
     near = difflib.get_close_matches(str(value).lower(), words, n=1)

@@ -54,7 +54,7 @@ def _check_declaration(cls: type, where: str) -> None:
         if typing.get_origin(kind) is not ClassVar and "doc" not in about:
             raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
         if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
-            raise TypeError(f"{where} has the tunable field {name!r}, which is no float; use field, or float in its type")
+            raise TypeError(f"{where} has the tunable field {name!r}, which is not a float; use field, or float in its type")
 
 
 def _check_made(self: Any) -> None:

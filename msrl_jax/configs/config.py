@@ -122,7 +122,7 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
             words = jax.tree.leaves(value, is_leaf=is_deferred) if is_number else [value] * is_word
             if any(map(is_deferred, words)):
                 where = f"{type(self).__name__}.{f.name}={value!r}"
-                raise ValueError(f"{where} stands for something: msrl_jax.algorithms.build(config, env) puts that in its place")
+                raise ValueError(f"{where} is not resolved yet; call msrl_jax.algorithms.build(config, env), which resolves it")
         return build(self, with_privileged(env) if self.privileged else env)
 
     return built

@@ -51,7 +51,7 @@ class TQC:
     """Predicts quantiles; targets drop the largest ones (Kuznetsov et al., 2020, arXiv 2005.04269)."""
 
     num_quantiles: int = field(default=25, low=2, doc="quantiles of a critic, `N`. Usual: 25, with 5 critics.")
-    num_dropped: int = field(default=2, low=0, doc="largest quantiles per critic that are no targets. Usual: 2.")
+    num_dropped: int = field(default=2, low=0, doc="largest quantiles per critic that targets ignore. Usual: 2.")
 
     def check(self) -> None:
         """Raises ValueError if targets would drop all quantiles."""

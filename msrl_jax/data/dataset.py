@@ -332,7 +332,7 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
       The data set of all rows.
 
     Raises:
-      ValueError: if there is no data set, or shapes or dtypes differ.
+      ValueError: if no data set is given, or shapes or dtypes differ.
     """
     if not datasets:
         raise ValueError("there is nothing to concatenate; pass at least one data set")

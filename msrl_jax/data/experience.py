@@ -187,7 +187,7 @@ class ExperienceWriter:
         self._count += 1
 
     def finish(self, *, goes_on: bool = False) -> Dataset | None:
-        """Joins the parts into the file, and keeps them if the run may be resumed; None if there are no steps."""
+        """Joins the parts into the file, and keeps them if the run may be resumed; None without steps."""
         if jax.process_index() or not self._parts.exists():
             return None
         dataset = read_parts(self._parts)

@@ -81,7 +81,7 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
         return _read_minari(name)
     check_suffix(path)
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; use msrl_jax.data.record or train(record=...) to write one")
+        raise ValueError(f"the file {path} does not exist; write one with msrl_jax.data.record or train(record=...)")
     return _FORMATS[path.suffix][0](path)
 
 
@@ -306,7 +306,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
       The data set; an episode that does not end in a terminal state is truncated.
 
     Raises:
-      ValueError: if there are no episodes, if an array is missing or has the wrong length, or if rewards are those of several
+      ValueError: if no episode is given, if an array is missing or has the wrong length, or if rewards are those of several
         agents; the message names the array.
     """
     columns: dict[str, list[np.ndarray]] = {}
@@ -317,7 +317,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
         for name, x in rows.items():
             columns.setdefault(name, []).append(x)
     if not columns:
-        raise ValueError("there are no episodes; pass at least one")
+        raise ValueError("no episode was given; pass at least one")
     for name, parts in columns.items():
         kinds = sorted({f"{x.dtype}{list(x.shape[1:])}" for x in parts})
         if len(kinds) > 1:

@@ -48,7 +48,7 @@ class Refusal(Exception):
 
 
 class Published(NamedTuple):
-    """What actors read, packed for transfer."""
+    """The parameters for actors, packed for transfer."""
 
     version: int  # number of completed iterations
     packed: list[np.ndarray]
@@ -304,7 +304,7 @@ class ActorPool:
                 if header["run"] != self._log.run:
                     raise ValueError("its token is from another run")
                 if not self._log.has_published(life, version, newest.version):
-                    raise ValueError(f"there were no parameters of iteration {version} of learner {life}")
+                    raise ValueError(f"learner {life} sent no parameters of iteration {version}")
                 found = wire.arrays_of(payload, kinds)
             except (KeyError, ValueError, WireError) as error:
                 self._log.refuse(actor.ticket, str(error))

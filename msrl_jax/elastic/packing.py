@@ -68,7 +68,7 @@ class Sender:
     """Creates the messages to one actor, and counts them."""
 
     packing: Packing
-    last: np.ndarray | None = None  # the words that the actor has
+    last: np.ndarray | None = None  # the packed values that the actor has
     exchanges: int = field(default=0)
 
     def message(self, packed: Sequence[np.ndarray]) -> tuple[int | None, list[np.ndarray]]:

@@ -35,7 +35,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
       The state of the algorithm after the last unroll, bit-identical to the live run on the same kinds of devices.
 
     Raises:
-      RunFolderError: a ValueError, if there is no log of the whole run.
+      RunFolderError: a ValueError, if the run has no complete log.
     """
     folder = Path(folder)
     description, lines = read_description(folder), read_log(folder / FILE)

@@ -35,7 +35,7 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
 
     Raises:
       ValueError: if others may read the file, if it belongs to another user or is not a key file, or if an actor has no key.
-      ImportError: if there is no key, and the package that creates one is not installed.
+      ImportError: if the key does not exist, and the package that creates one is not installed.
     """
     if _FORMER in os.environ:
         raise ValueError(
@@ -46,7 +46,7 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
     if not path.exists():
         if said is None:
             correct = f", or correct the variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else ""
-            raise ValueError(f"there is no key {path}; start the learner first, which makes it, or copy the learner's{correct}")
+            raise ValueError(f"the key {path} does not exist; start the learner first to create it, or copy its key{correct}")
         _make(path)
         said(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():

@@ -157,12 +157,12 @@ class UnrollLog:
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """The lines of a log; none if there is no file."""
+    """The lines of a log; none without a file."""
     return list(each_line(file))
 
 
 def each_line(file: Path) -> Iterator[dict[str, Any]]:
-    """Reads the lines of a log one after another; none if there is no file."""
+    """Reads the lines of a log one after another; none without a file."""
     try:
         for number, line in enumerate(json_lines(file)):
             if not isinstance(line, dict) or not (number or "run" in line):

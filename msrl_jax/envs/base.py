@@ -27,7 +27,7 @@ ENV_AXIS = PartitionSpec("env")  # the logical axis of arrays with one entry per
 class Environment(Protocol):
     """One environment as pure functions: no automatic reset, no key in the state.
 
-    Any class with these members is an environment; there is no base class. The state is a pytree of arrays whose structure,
+    Any class with these members is an environment; a base class is not needed. The state is a pytree of arrays whose structure,
     shapes and dtypes are constant. Messages use the attribute `name`, if present. Optional members:
 
     - `action_mask(state)`: returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
@@ -280,7 +280,7 @@ class WithoutStatistics:
         return obs
 
     def statistics(self, state: PyTree) -> tuple[()]:
-        """Returns `()`: there are no statistics."""
+        """Returns `()`, because it has no statistics."""
         return ()
 
     def with_statistics(self, state: PyTree, statistics: tuple[()]) -> PyTree:

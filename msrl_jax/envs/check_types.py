@@ -111,7 +111,7 @@ def check_names(name: str, agents: Any) -> None:
     if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
         raise TypeError(f"{name}.agents is {shown(agents)}; give a tuple with the name of every agent, at least one")
     if len(set(agents)) < len(agents):
-        raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give every agent its own name")
+        raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give each agent a different name")
 
 
 def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:

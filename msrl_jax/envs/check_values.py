@@ -44,7 +44,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """Whether the check found no problems."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
       seed: seed of keys and actions.
 
     Returns:
-      The report; `report.ok` is True if there are no problems, and `print(report)` lists them.
+      The report; `report.ok` is True if it has no problems, and `print(report)` lists them.
     """
     steps, num_envs = whole("steps", steps), whole("num_envs", num_envs)
     if isinstance(env, str):
@@ -257,7 +257,7 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
 def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
     yield from unseen_images(env)
     if not played["ended"].any():
-        yield f"no episode of {name} ended in {len(played['ended'])} steps; without ends there are no returns to report"
+        yield f"no episode of {name} ended in {len(played['ended'])} steps; returns need the end of an episode"
     ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
     if (ends & played["truncated"]).any():
         yield f"some steps of {name} both terminate and truncate; terminated takes precedence, so no value is bootstrapped"

@@ -68,7 +68,7 @@ def reported(env: Any, state: PyTree) -> jax.Array | None:
 
 
 def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
-    """The state before the first step; `()` if there are no metrics."""
+    """The state before the first step; `()` without metrics."""
     if not (count := len(metrics_of(env))):
         return ()
     return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))

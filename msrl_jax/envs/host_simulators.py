@@ -44,7 +44,7 @@ class Simulators(Protocol):
 
 
 class HostState(NamedTuple):
-    """What the state of a run contains about host simulators; they keep the rest of their state themselves. `[E]`"""
+    """The part of the run's state that describes host simulators, which keep the rest themselves. `[E]`"""
 
     seed: jax.Array  # uint32
     steps: jax.Array  # uint32, modulo 2**32

@@ -70,7 +70,7 @@ class _Masked(Wrapper):
 
 
 FAULTS: dict[str, str] = {}
-"""What a nan means, by the name of the function that produced it."""
+"""The meaning of a nan, by the name of the function that produced it."""
 
 F = TypeVar("F", bound=Callable[..., jax.Array])
 
@@ -85,7 +85,7 @@ def fault(meaning: str) -> Callable[[F], F]:
     return register
 
 
-@fault("gave an observation without a legal action")
+@fault("returned an observation without a legal action")
 def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
     """The reward, or nan if an observation without a legal action is found."""
     return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # adding -0.0 changes nothing

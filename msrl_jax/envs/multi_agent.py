@@ -223,7 +223,7 @@ class JointObservation(NamedTuple):
 
 @dataclass(frozen=True)
 class TeamView(Wrapper):
-    """What a team of `A` agents observes in environments that it may share with other teams.
+    """The observations of a team of `A` agents in environments that it may share with other teams.
 
     If `central`, the team learns from the global state, which can contain more than the observations of all agents.
     """

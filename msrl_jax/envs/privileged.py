@@ -104,7 +104,7 @@ def are_privileged(space: spaces.Space) -> TypeGuard[spaces.Tuple]:
 
 
 def actor_obs(obs: Any) -> Any:
-    """What an actor sees of observations: everything but the privileged state, with masks if there are any."""
+    """Returns the actor's part of observations: all but the privileged state, with masks if present."""
     plain = unmasked(obs)
     return with_mask_of(obs, plain.obs) if isinstance(plain, PrivilegedObservation) else obs
 

@@ -54,7 +54,7 @@ def make(name: str, **params: Any) -> Environment:
     Raises:
       TypeError: if the name is not a string.
       ImportError: if a suite is needed and not installed; the message says how to install it.
-      ValueError: if there is no environment with that name, if the name in a module is not an environment, or if the
+      ValueError: if the environment is unknown, if the name in a module is not an environment, or if the
         environment lacks such a parameter.
     """
     if not isinstance(name, str):

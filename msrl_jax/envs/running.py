@@ -1,4 +1,4 @@
-"""Running mean and variance of a stream of batches, accurate for as many values as a `Counter` can count."""
+"""Running mean and variance of a stream of batches, accurate up to the largest value of a `Counter`."""
 
 import chex
 import jax

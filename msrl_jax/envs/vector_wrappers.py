@@ -151,7 +151,7 @@ class NormalizeObservation(NormalizingWrapper):
     """Normalizes observations to mean 0 and variance 1 with running statistics over all environments and steps.
 
     An observation enters the statistics before it is normalized. `final_obs` does not enter them, since it either equals `obs`
-    or gets no action. While there are no statistics, observations are not changed.
+    or gets no action. Before the first statistics, observations are not changed.
 
     Attributes:
       env: the vector environment; its observations are arrays of numbers.
@@ -220,7 +220,7 @@ class NormalizeReward(NormalizingWrapper):
 
     As in VecNormalize of OpenAI Baselines (Engstrom et al., 2020, arXiv:2005.12729), the discounted sum of an episode's past
     rewards is `R_t = discount * R_{t-1} + r_t`. Every step of every environment enters the statistics; `R_t` restarts at 0
-    when an episode ends. The mean is not subtracted. While there are no statistics, rewards are not changed.
+    when an episode ends. The mean is not subtracted. Before the first statistics, rewards are not changed.
 
     Attributes:
       env: the vector environment.

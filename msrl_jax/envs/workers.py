@@ -37,7 +37,7 @@ def processors() -> int:
 
 
 class _Status(enum.IntEnum):
-    """What an environment is doing."""
+    """The status of an environment."""
 
     DOWN = 0  # has no episode
     STARTING = 1  # is starting an episode

@@ -164,7 +164,7 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
 
 
 def delta(one_in: int = 64, every: int = 100) -> Codec:
-    """Makes a codec that sends parameters in bfloat16, and only the words that changed since the last exchange.
+    """Makes a codec that sends parameters in bfloat16, and only the values that changed since the last exchange.
 
     The result is bit-identical to `"bfloat16"`. With a small learning rate, most updates round to nothing in bfloat16:
     AstraFlow reports that over 98% of the words do not change in an update of a language model.

@@ -21,7 +21,7 @@ class Counter(NamedTuple):
 
 
 def counter(value: int = 0) -> Counter:
-    """Makes a counter with scalar words that starts at a number from 0 to `2**64 - 1`; raises ValueError otherwise."""
+    """Makes a scalar counter that starts at a number from 0 to `2**64 - 1`; raises ValueError otherwise."""
     if not 0 <= value < _WORD**2:
         raise ValueError(f"a counter starts at a number in [0, 2**64), not at {value}")
     return Counter(jnp.uint32(value // _WORD), jnp.uint32(value % _WORD))

@@ -35,7 +35,7 @@ class Mean:
           axis: dimensions to sum over first, as in `numpy.sum`: all if None, none if ().
 
         Returns:
-          The summed totals divided by the summed counts; nan where there are no values.
+          The summed totals divided by the summed counts; nan for counts of 0.
         """
         total, count = (np.sum(np.asarray(x, np.float64), axis=axis) for x in (self.total, self.count))
         mean = np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count != 0)

@@ -73,7 +73,7 @@ class Placement:
           The placement.
 
         Raises:
-          ValueError: if there are no devices.
+          ValueError: if no device is given.
         """
         if not len(devices):
             raise ValueError(f"placement {name!r} has no devices; its policy needs more devices than it got")

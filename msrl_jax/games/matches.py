@@ -27,7 +27,7 @@ from msrl_jax.run.result import Result
 
 @dataclasses.dataclass(frozen=True)
 class Player:
-    """A player that plays both seats of many games in parallel; a match uses the actions of its own seat.
+    """A player that plays both seats of many games in parallel; a match uses the actions of its seat.
 
     Attributes:
       choose: `(params, keys [G], states [G, ...], obs [G, 2, ...]) -> actions [G, 2]`, compatible with `jax.jit`. States are
@@ -215,7 +215,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
 
     Raises:
       TypeError: if `result` is not a result.
-      ValueError: if the algorithm does not search, `num_simulations` is out of range, or there is no such member.
+      ValueError: if the algorithm does not search, `num_simulations` is out of range, or the member does not exist.
     """
     if not isinstance(result, Result):
         raise TypeError(f"with_search needs a run's result, not {shown(result)}")

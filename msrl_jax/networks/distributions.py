@@ -85,7 +85,7 @@ class Normal:
 
 
 Distribution: TypeAlias = Categorical | Normal
-"""What `policy_of` makes."""
+"""The distributions that `policy_of` makes."""
 
 MAX_VALUES = 1024
 """The most values of one integer, each of which has a logit."""

@@ -105,7 +105,7 @@ def _pair_of(what: Any, name: str) -> CustomNetwork:
     if has_arrays(what):
         raise TypeError(f"{name} {MADE}")
     if not callable(what):
-        raise TypeError(f"{name} is no module; {_FORMS}")
+        raise TypeError(f"{name} is not a module; {_FORMS}")
     return _made(what, name)
 
 
@@ -171,7 +171,7 @@ def _nnx(module: Any, name: str) -> tuple[Any, Callable[..., Any]]:
 
     graph, params, others = nnx.split(module, nnx.Param, ...)
     for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(others)):
-        raise ValueError(f"{name} has the variable {jax.tree_util.keystr(path)}, which is no nnx.Param; {_NO_STATE}")
+        raise ValueError(f"{name} has the variable {jax.tree_util.keystr(path)}, which is not an nnx.Param; {_NO_STATE}")
 
     def apply(values: Any, *obs: Any) -> Any:
         return nnx.merge(graph, nnx.State(jax.tree.map(nnx.Param, values)))(*obs)
@@ -197,7 +197,7 @@ def check_gradients(name: str, network: CustomNetwork, params: Any, *obs: Any) -
     remedy = "keep what is not trained out of the parameters"
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(f"{name} has the parameter {jax.tree_util.keystr(path)}, which is no array of floats; {remedy}")
+            raise ValueError(f"{name} has the parameter {jax.tree_util.keystr(path)}, which is not a float array; {remedy}")
         if jnp.result_type(leaf).itemsize < 4:
             raise ValueError(
                 f"{name} has the parameter {jax.tree_util.keystr(path)} of dtype {jnp.result_type(leaf)}, too coarse for the "

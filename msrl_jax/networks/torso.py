@@ -114,7 +114,7 @@ class AsymmetricTorso(NamedTuple):
 
 
 Seen = Space | Torso | AsymmetricTorso
-"""What a network sees: observations of a space; or what torsos see that are made."""
+"""The input of a network: a space of observations, or torsos that are already made."""
 
 
 def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:

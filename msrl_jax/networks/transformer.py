@@ -28,7 +28,7 @@ def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> C
             raise ValueError(f"core='gtrxl:{name}={number}': use an integer of at least 1")
     if size % heads or size % 2:
         fits = 2 * heads * max(1, size // (2 * heads))
-        raise ValueError(f"memory_size={size} is no even multiple of the {heads} heads of core='gtrxl'; use {fits}")
+        raise ValueError(f"memory_size={size} must be an even multiple of the {heads} heads of core='gtrxl'; use {fits}")
 
     def init(key: jax.Array, input_size: int) -> dict[str, Any]:
         input_key, *keys = jax.random.split(key, 1 + layers)

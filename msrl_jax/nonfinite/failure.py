@@ -180,7 +180,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
             about = parse_json(str(file[_ABOUT]))
             arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
     except FileNotFoundError:
-        raise ValueError(f"there is no file {path}; use the {FILE} in the folder of a run") from None
+        raise ValueError(f"the file {path} does not exist; use the {FILE} in the folder of a run") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, EOFError, AttributeError, TypeError) as error:

@@ -49,7 +49,7 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
         when = f"after iteration {run.changed_at}, which is later than the last saved state"
         return f"A callback changed environment parameters {when}."
     if iterations < 1:
-        return "There is no finite state from before that iteration."
+        return "No finite state from before that iteration was kept."
     if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
         return (
             f"The last saved state is {iterations} iterations earlier, which would take about {seconds:.0f} s to repeat, so "

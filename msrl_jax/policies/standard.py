@@ -292,7 +292,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
       The policy.
 
     Raises:
-      ValueError: if there is no such policy, or it has no such parameter; suggests the nearest.
+      ValueError: if the policy or a parameter is unknown; suggests the nearest.
       TypeError: if `policy` is neither a name nor a policy, or parameters are given for a policy object.
     """
     if not isinstance(policy, str):

@@ -47,7 +47,7 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         raise ValueError(f"{path} would hide the module {name!r} from programs in its folder; choose another name")
     if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it first, or name another one")
+        raise ValueError(f"{path}: the folder {path.parent} does not exist; create it first, or choose another one")
     if path.exists():
         raise ValueError(f"{path} exists; name another file, or delete it first")
     text = _text(kind, name)
@@ -62,7 +62,7 @@ def _text(kind: Any, name: str) -> str:
     text, variants = _without_variants(Path(file).read_text("utf-8") if os.path.exists(file) else "")
     base = str(variants.get(own, own))
     if re.search(rf"^class {base}\b", text, re.MULTILINE) is None:
-        raise ValueError(f"the config {own} is no class of a file, as in a notebook; write it to a file, and copy that")
+        raise ValueError(f"the config {own} is not in a file, as in a notebook; write it to a file, and copy that")
     configs = files.configs(sys.modules[kind.__module__])
     if also := sorted(configs.keys() - {base, *variants}):
         raise ValueError(f"{file} has the config {also[0]} too, which a copy would register again; move it to another file")

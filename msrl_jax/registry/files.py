@@ -39,7 +39,7 @@ def load(algorithm: str) -> type:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        why = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
     own = configs(_module(path, text))
     if not own:

@@ -50,8 +50,8 @@ def get(algorithm: str | type) -> type:
         if "many_agents" not in vars(algorithm):
             base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
             raise TypeError(
-                f"{algorithm.__name__} is a subclass of the config {base}, and no config itself; decorate it with "
-                "algorithms.config, under a name of its own"
+                f"{algorithm.__name__} is a subclass of the config {base}, but not a config itself; decorate it with "
+                "algorithms.config, under a new name"
             )
         check_name(algorithm)
         return algorithm

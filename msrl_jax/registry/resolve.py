@@ -114,7 +114,7 @@ def check_fits(config: Any) -> None:
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
         check_unused(config, _PARTS, because)
     if is_deferred(rate := getattr(config, "learning_rate", None)):
-        check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is no number")
+        check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is not a number")
     if (core := getattr(config, "core", None)) is not None:
         because = f"with core={checks.name_of(core)}"
         check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)

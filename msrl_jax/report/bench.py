@@ -163,7 +163,7 @@ def measure(
     runners = [program_runner(experiment, program, chunk)]
     if against == "jit":
         runners.append(plain_runner(experiment, program, chunk))
-    note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
+    note(f"measuring {repeats} runs of about {seconds:g} s{' and the same number of jax.jit' if against else ''} ...")
     runs, *others = interleave(runners, seconds, repeats)
     where, rate = describe_devices(program.devices), statistics.median(runs)
     about = {

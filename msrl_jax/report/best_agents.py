@@ -66,7 +66,7 @@ class BestAgents:
         if not (path / _BEST).exists():
             raise RecordError(
                 f"{path} has no {_BEST}: no evaluation had a score, the file was removed, or something else trained the run; "
-                "delete the folder, or name another one"
+                "delete the folder, or choose another one"
             )
         try:
             with np.load(io.BytesIO((path / _BEST).read_bytes())) as file:

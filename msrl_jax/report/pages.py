@@ -173,7 +173,7 @@ def check_pages(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--pages cannot make {folder} ({error.strerror}); name another folder") from None
+        raise ValueError(f"--pages cannot create {folder} ({error.strerror}); choose another folder") from None
     _check_ours(folder / _INDEX)
     for name in recipes.names():
         for file in _files(recipes.find(name)):
@@ -196,7 +196,7 @@ def _title(env: str) -> str:
 
 def _check_ours(path: Path) -> None:
     if os.path.lexists(path) and not _is_ours(path):
-        raise ValueError(f"--pages would overwrite {path}, which it did not write; name another folder, or move the file")
+        raise ValueError(f"--pages would overwrite {path}, which it did not write; choose another folder, or move the file")
 
 
 def _is_ours(path: Path) -> bool:
@@ -318,10 +318,10 @@ def _improvements(found: Sequence[Row]) -> list[str]:
         return []
     return [
         "", "## Which is better", "",
-        "The probability that a run of the algorithm of a row has a higher return than one of that of a column, equal ones",
-        "counted half, with its interval, over the environments that both have at equal steps (how many). In training, those",
-        "that explore more return less than their best agents do. An interval has no width where every run of one is above",
-        "every run of the other, which chance alone does to three seeds against three in one case of ten.",
+        "The probability that a run of the row's algorithm has a higher return than a run of the column's, where a tie counts",
+        "half, with its interval, over the environments that both have at equal steps (their number in parentheses). Training",
+        "returns include exploration. An interval has no width if every run of one is above every run of the other; with three",
+        "seeds each, this happens by chance in one case of ten.",
         *lines("In training", "last"), *lines("Their best agents", "best"),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ PHASES = (
     "simulation", "inference", "learning", "replay", "others", "transfer", "Python", "idle", "outside of fragments",
     "not attributed",
 )  # fmt: skip
-"""What time is spent on. The last two: operations of the loop itself, and those whose origin is not known."""
+"""The phases of time. The last two are operations of the loop itself, and those of unknown origin."""
 
 _LARGE = 0.15  # above this error, a profile is unreliable
 
@@ -80,10 +80,10 @@ class Profile:
         sums = f"{abs(self.error):.1%} {'more' if self.error > 0 else 'less'}"
         head = (
             f"{self.title}, {self.policy}: {_milliseconds(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
-            f"which is taken off; the rest sums to {sums} than without a trace"
+            f"which is subtracted; the rest sums to {sums} than without a trace"
         )
         if abs(self.error) > _LARGE:
-            head += ". That is much: the machine did other work. Measure again, with more repeats or iterations"
+            head += ". That is a large error: the machine may do other work. Measure again, with more repeats or iterations"
         whole, rows = sum(self.phases.values()), []
         for phase, seconds in self.phases.items():
             parts = [part for part in self.parts if part.phase == phase]
@@ -112,7 +112,7 @@ class Profile:
         numbers += [x for part in made.parts for x in (part.seconds, part.operations)]
         phases = {part.phase for part in made.parts}
         if not phases or not phases <= {*PHASES} or not all(math.isfinite(x) for x in numbers):
-            raise ValueError("its numbers are no times of phases")
+            raise ValueError("its times of phases are invalid")
         return made
 
     def save(self, path: str | os.PathLike) -> Path:

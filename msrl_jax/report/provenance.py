@@ -67,9 +67,9 @@ def origin_of(path: Path) -> dict[str, Any]:
         found = parse_json((path / _ORIGIN).read_text("utf-8"))
         was = dict(found["versions"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RecordError(f"{path / _ORIGIN} does not tell what trained the run ({error}); delete {path}") from None
+        raise RecordError(f"{path / _ORIGIN} does not describe what trained the run ({error}); delete {path}") from None
     if changed := [f"{name} {was.get(name)}, not {now}" for name, now in versions(*was).items() if was.get(name) != now]:
-        raise RecordError(f"{path} was trained with {', '.join(changed)} as here; delete it, or name another folder (--out)")
+        raise RecordError(f"{path} was trained with {', '.join(changed)} as now; delete it, or choose another folder (--out)")
     return found
 
 
@@ -91,6 +91,6 @@ def place_of(
     """
     count, here = run.description["devices"]["count"], jax.devices() if devices is None else devices
     if len(here) < count:
-        raise ValueError(f"the run had {count} devices, and here are {len(here)}; --cpu-devices {count} makes as many of a CPU")
+        raise ValueError(f"the run had {count} devices, but here are {len(here)}; use --cpu-devices {count} for virtual ones")
     check_trust(f"the run in {run.folder}", code_of({"policy": run.description["policy"]}), trust)
     return policies.get(run.description["policy"]), here[:count]

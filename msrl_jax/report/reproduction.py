@@ -128,7 +128,7 @@ class Reproduction:
 
     def __repr__(self) -> str:
         if self.record is None:
-            return f"{self.recipe}: interrupted ({self.stop_reason}); the same command goes on with it"
+            return f"{self.recipe}: interrupted ({self.stop_reason}); repeat the command to resume it"
         record, seeds = self.record, self.record.seeds
         what = {"last": "over the last tenth", "best": f"best agent, {record.episodes} greedy episodes"}
         lines = [
@@ -172,7 +172,7 @@ def reproduce(
 ) -> Reproduction:
     """Trains a recipe on several seeds, scores it, and tests whether the scores agree with the recorded ones.
 
-    Trains as many seeds in one program as fit in memory; with a simulator on the host, trains them one after another. If the
+    Trains all seeds that fit in memory in one program; with a simulator on the host, trains them one after another. If the
     process is killed or interrupted, repeat the call to resume.
 
     Args:
@@ -198,7 +198,7 @@ def reproduce(
         recipe is not one setting with evaluations; if there are several processes, or if no episode of a seed ended.
     """
     if jax.process_count() > 1:
-        raise ValueError("reproduce works in one process; leave --distributed and jax.distributed out")
+        raise ValueError("reproduce works in a single process only; run it without --distributed and jax.distributed")
     found = recipes.find(name)
     folder = recipes.records_folder(records)
     if compare and folder is None and progress is not False:
@@ -209,7 +209,7 @@ def reproduce(
     if base.has_members:
         raise ValueError(f"{found.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them")
     if found.values.get("eval_episodes") == 0:
-        raise ValueError(f"eval_episodes is 0 in {found.path}, and the best agent is chosen by evaluations; leave it out")
+        raise ValueError(f"eval_episodes is 0 in {found.path}, but evaluations choose the best agent; leave it out")
     wanted = seeds_of(recorded, seeds, seed)
     path = Path("reproduced", found.name) if out is None else as_path("out", out)
     target = path / f"{found.name}.json"
@@ -221,7 +221,7 @@ def reproduce(
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"the folder {path} cannot be made ({error.strerror}); name another one (--out)") from None
+        raise ValueError(f"the folder {path} cannot be created ({error.strerror}); choose another one (--out)") from None
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
     for numbers in _groups(base, where, devices, wanted, path):
@@ -260,12 +260,12 @@ def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | Non
     try:
         there = Record.read(target) if target.exists() else None
     except RecordError:
-        fact = f"{target} is damaged, or no record of this version"
-        raise RecordError(f"{fact}; move it, or name another folder (--out)") from None
+        fact = f"{target} is damaged, or not a record of this version"
+        raise RecordError(f"{fact}; move it, or choose another folder (--out)") from None
     if there is not None:
         now = {**base.to_json()["config"], **found.settings}
         if changed := recipes.difference({**there.config, **there.settings}, now):
-            raise RecordError(f"{target} is {changed}; move the folder {target.parent}, or name another one (--out)")
+            raise RecordError(f"{target} is {changed}; move the folder {target.parent}, or choose another one (--out)")
     return there
 
 
@@ -303,7 +303,7 @@ def _record(
     names = [f"episode_{experiment.rank_by}", f"eval_{experiment.rank_by}"]  # offline RL has no training episodes
     for result in results:
         if not any(name in result.history for name in names):
-            raise RecordError(f"the history of {result.folder} is lost; delete the folder, and reproduce it again")
+            raise RecordError(f"the history of {result.folder} is missing; delete the folder, and reproduce it again")
     score = next(name for name in names if name in results[0].history)
     curves = np.concatenate([np.reshape(r.history[score], (len(r.history["step"]), -1)) for r in results], axis=1).T
     seeds = [s for r in results for s in _seeds(r.experiment)]
@@ -314,7 +314,7 @@ def _record(
     best = np.concatenate([each.play(r.experiment, EPISODES) for r, each in zip(results, agents, strict=True)])
     if not np.isfinite([last, best]).all():
         seed = seeds[int(np.argmin(np.isfinite([last, best]).all(0)))]
-        raise ValueError(f"the scores of {found.name} are not finite on seed {seed}; mend the environment's rewards or metrics")
+        raise ValueError(f"the scores of {found.name} are not finite on seed {seed}; fix the environment's rewards or metrics")
     evaluated = np.isfinite(np.reshape(results[0].history["eval_return"], (curves.shape[1], -1))[:, 0]).tolist()
     parts = {"wall": [r.wall_seconds for r in results], "compile": [r.compile_seconds for r in results]}
     parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}

@@ -44,7 +44,7 @@ def plot_runs(
       The figure; a notebook shows it if it is the value of a cell.
 
     Raises:
-      ValueError: if there is no run, two runs share a name, no run has a metric, or the file cannot be written.
+      ValueError: if `runs` is empty, two runs share a name, no run has a metric, or the file cannot be written.
       RunFolderError: if a folder holds no run.
     """
     if x not in _X:
@@ -54,7 +54,7 @@ def plot_runs(
     found = named(runs)
     shown = shown_of(found, metrics)
     if not shown:
-        raise ValueError("no return of these runs is known yet; name columns of their histories, metrics=[...]")
+        raise ValueError("these runs have no returns yet; choose columns of their histories with metrics=[...]")
     figure = curves_of(found, shown, x)
     if path is not None:
         with styled():
@@ -79,7 +79,7 @@ def named(runs: Any) -> dict[str, Outcome]:
     given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
     results = [run if isinstance(run, Outcome) else Outcome.read(Path(run)) for run in given]
     if not results:
-        raise ValueError("there is no run to write about; give a result or the folder of a run")
+        raise ValueError("no run was given; give a result or the folder of a run")
     if not names:
         folders = [run.folder for run in results if run.folder is not None]
         alike = len({folder.name for folder in folders}) < len(folders)

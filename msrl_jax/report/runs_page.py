@@ -73,7 +73,7 @@ def runs_page(
       The page's path.
 
     Raises:
-      ValueError: if there is no run, two runs share a name, no run has a metric, or the page is not an `.html` file in an
+      ValueError: if `runs` is empty, two runs share a name, no run has a metric, or the page is not an `.html` file in an
         existing folder.
       RunFolderError: if a folder holds no run.
       TrustError: a ValueError, if `plans` is set, a folder names code to run, and it is not trusted.

@@ -67,11 +67,11 @@ def estimate(
       The estimate, without an interval if a task has fewer than two scores.
 
     Raises:
-      ValueError: if there are no tasks, a task has no scores, a score is not finite, or `confidence` is invalid.
+      ValueError: if `scores` is empty, a task has no scores, a score is not finite, or `confidence` is invalid.
     """
     _check_share("confidence", confidence)
     if not callable(statistic):
-        raise ValueError(f"statistic={shown(statistic)} is no function; give statistics.mean, or another one of (scores, axis)")
+        raise ValueError(f"statistic={shown(statistic)} is not a function; use one of (scores, axis), such as statistics.mean")
     tasks = _checked(scores)
 
     def joined(*each: np.ndarray, axis: int = -1) -> Any:
@@ -172,7 +172,7 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
       The verdict.
 
     Raises:
-      ValueError: if there are no scores, or if a score is not finite.
+      ValueError: if `ours` or `theirs` is empty, or if a score is not finite.
     """
     _check_share("false_alarm", false_alarm)
     x, y = _array(ours, "ours"), _array(theirs, "theirs")
@@ -203,7 +203,7 @@ def fewest(others: int) -> int | None:
 
 
 def _least(ours: int, theirs: int) -> float:
-    """Returns the smallest p-value of the permutation test; 1 if one side has one score, for which there is no test."""
+    """Returns the smallest p-value of the permutation test; 1 if one side has a single score, which cannot be tested."""
     return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1)) if min(ours, theirs) > 1 else 1.0
 
 
@@ -214,9 +214,9 @@ def _check_share(name: str, value: float) -> None:
 
 def _checked(scores: Scores) -> list[np.ndarray]:
     if not isinstance(scores, Sequence | np.ndarray | jax.Array) or isinstance(scores, str):
-        raise ValueError(f"scores of type {type(scores).__name__} are no list; give one with an array for each task, [S] each")
+        raise ValueError(f"scores of type {type(scores).__name__} are not a list; give an array [S] for each task")
     if not len(scores):
-        raise ValueError("there are no tasks; give the scores of at least one")
+        raise ValueError("the list of tasks is empty; give the scores of at least one")
     return [_array(task, f"the scores of task {number}") for number, task in enumerate(scores)]
 
 
@@ -225,14 +225,14 @@ def _array(values: Any, what: str) -> np.ndarray:
     try:
         found = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{what} are no array ({error}); give numbers, [N]") from None
+        raise ValueError(f"{what} are not an array ({error}); give numbers, [N]") from None
     if found.ndim != 1 or not len(found):
         remedy = "put those of one task into a list, [scores]" if found.ndim == 0 else "give one for each seed, [S]"
         raise ValueError(f"{what} have shape {list(found.shape)}; {remedy}")
     if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
         raise ValueError(f"{what} are of type {found.dtype}; give real numbers")
     if np.ma.is_masked(values):
-        raise ValueError(f"{what} are masked in part; leave such runs out, and say so")
+        raise ValueError(f"{what} are partly masked; leave such runs out, and say so")
     found = found.astype(np.float64)
     if not np.isfinite(found).all():
         raise ValueError(f"{what} are not all finite; leave such runs out, and say so")

@@ -73,7 +73,7 @@ def _tracing(folder: str, options: Any) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
-        raise RuntimeError(f"a profile needs jax.profiler for itself: {str(error).rstrip('.')}. End the other one") from error
+        raise RuntimeError(f"another profiler is active: {str(error).rstrip('.')}. Stop it first") from error
     try:
         yield
     finally:
@@ -81,8 +81,8 @@ def _tracing(folder: str, options: Any) -> Iterator[None]:
             jax.profiler.stop_trace()
         except jax.errors.JaxRuntimeError as error:
             raise OSError(
-                f"the trace cannot be written to {folder}: {error}. JAX makes no other one in this process; begin again with a "
-                "folder that has more space, TMPDIR=..."
+                f"the trace cannot be written to {folder}: {error}. JAX cannot trace again in this process; start a new "
+                "one with more disk space, TMPDIR=..."
             ) from error
 
 

@@ -98,7 +98,7 @@ def choose_policy(
       experiment: the experiment to run.
       devices: the devices for the policies; None uses all.
       policies: the candidates; None takes all policies of the package and of `register` that need no parameters. On one device,
-        candidates are measured only if you pass them, because there are no transfers between devices.
+        candidates are measured only if you pass them, because nothing is transferred between devices.
       delay: extra seconds per transfer between placements compared with this machine, for example over a network. Collectives
         inside programs are assumed to take as long as here.
       note: called with a line of text before each candidate is measured; an exception from it stops the measurement.
@@ -175,15 +175,15 @@ def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) 
     given = () if devices is None else check_devices(devices)
     if is_on_host(experiment.environment):
         raise ValueError(
-            f'policy="auto" cannot know how long {experiment.env_name} takes without stepping its simulators, which would not '
-            f"be as new afterwards; {name}: {experiment.usual_policy} is usual for simulators on the host"
+            f'policy="auto" does not support {experiment.env_name}: measuring would step its simulators on the host and so '
+            f"change the run; {name}, such as {experiment.usual_policy}, the default for simulators on the host"
         )
     if jax.process_count() > 1:
         raise ValueError(
-            f'policy="auto" measures in one process, and each of {jax.process_count()} would measure other times; {name}'
+            f'policy="auto" needs a single process, because each of {jax.process_count()} would measure different times; {name}'
         )
     if missing := [d for d in given if is_planned(d)]:
-        raise ValueError(f'policy="auto" cannot measure devices that are not there, such as {missing[0]}; {name}')
+        raise ValueError(f'policy="auto" cannot measure planned devices, such as {missing[0]}; {name}')
 
 
 def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, delay: float) -> Alternative:

@@ -62,7 +62,7 @@ class Outcome:
             whole("members", about["seeds"] * max(map(len, (about["settings"] or {}).values()), default=1), most=MOST_SEEDS)
             describe(found)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            fact = f"{path / CONFIG} does not say what a run was ({type(error).__name__}: {error})"
+            fact = f"{path / CONFIG} does not describe a run ({type(error).__name__}: {error})"
             raise RunFolderError(f"{fact}; restore the file, or start a new run") from error
         return found
 
@@ -100,7 +100,7 @@ class Outcome:
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     def final(self, name: str) -> np.ndarray:
-        """Returns the mean of a history column over the last tenth of training; raises KeyError if there is no such column."""
+        """Returns the mean of a history column over the last tenth of training; raises KeyError if it has no such column."""
         if name not in self.history:
             near, known = suggestion(name, self.history), ", ".join(sorted(self.history))
             raise KeyError(f"the history has no column {name!r}{near}; it has {known}")

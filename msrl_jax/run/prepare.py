@@ -32,8 +32,8 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **as
     data. Returns an `Experiment` as it is."""
     if isinstance(algo, Experiment):
         for name, value in {**({} if env is None else {"env": env}), **asked}.items():
-            fact = f"{name}={shown(value)}: the experiment says what is computed"
-            raise ValueError(f"{fact}; change that, or leave {name} out")
+            fact = f"{name}={shown(value)}: an Experiment already holds it"
+            raise ValueError(f"{fact}; change the Experiment, or leave {name} out")
         return algo
     own, overrides = split(asked)
     own |= {} if env is None else {"env": env}
@@ -70,7 +70,7 @@ def _separate_settings(base: Any, overrides: Mapping[str, Any], seeds: int) -> t
             others = ", ".join(tunable_fields(base)) or "none of its fields"
             raise ValueError(
                 f"{kind.__name__}.{name}={shown(value)}: {name} changes the program (its shapes, loops or branches), so the "
-                f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+                f"members of a run cannot differ in it; they can differ in {others}. Use msrl.sweep, or a run for each value"
             )
         several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
     check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
@@ -90,7 +90,7 @@ def _number(kind: type, name: str, i: int, value: Any) -> float:
     with np.errstate(over="ignore", under="ignore"):
         data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
     if (data == 0) != (number == 0) or np.isinf(data):
-        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
+        raise ValueError(f"{where}={value!r} is {data} in float32, the dtype that members use; use a number from 1e-38 to 3e38")
     return float(number)
 
 
@@ -98,10 +98,10 @@ def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, boo
     """Returns the folder of the run, and whether to resume the run in it."""
     if isinstance(resume, bool):
         if resume and out is None:
-            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+            raise ValueError("resume=True needs the folder of the run; give it as out=..., or as resume=")
         return out, resume and out is not None and store.holds_run(out)
     if out is not None and out != resume:
-        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders; a run goes on in its own")
+        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders, but a run resumes in its own; give one")
     return resume, True
 
 
@@ -142,8 +142,8 @@ def as_asked(
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration
         raise ValueError(
-            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
-            "it"
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; use a larger "
+            "number to extend it"
         )
     return experiment
 
@@ -184,11 +184,11 @@ def _is_rounded(given: Any, saved: Any) -> bool:
 def _differs(saved: store.Saved, name: str, before: Any, now: Any) -> RunFolderError:
     was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
     if isinstance(before, Mapping):
-        remedy = f"give the {name} that it had"
+        remedy = f"give the same {name}"
     if name == "env_object":
         was, given, remedy = f"the environment {before}", str(now), "give the same one"
     return RunFolderError(
-        f"the run in {saved.path} has {was}, and cannot go on with {given}; {remedy}, or start a new run in another folder"
+        f"the run in {saved.path} has {was}, and cannot resume with {given}; {remedy}, or start a new run in another folder"
     )
 
 
@@ -197,11 +197,11 @@ def _find_dataset(saved: store.Saved, given: Any) -> Any:
     was = saved.description.get("data")
     if was is None:
         if given is not None:
-            raise RunFolderError(f"the run in {saved.path} has no data set, and cannot take one; leave data out")
+            raise RunFolderError(f"the run in {saved.path} was trained without a data set; leave data out")
         return None
     source = was["path"] if given is None else given
     if source is None:
-        raise RunFolderError(f"the data set of the run in {saved.path} was an object; give it again: data=...")
+        raise RunFolderError(f"the data set of the run in {saved.path} was an object; pass it again: data=...")
     try:
         found = data.load(source)
     except (ValueError, OSError) as error:

@@ -88,7 +88,7 @@ def in_words() -> Iterator[None]:
         reason = " ".join(str(error).split())[:160]
         raise ProcessError(
             f"another process of this run ended, so process {jax.process_index()} of {jax.process_count()} stops too. Start "
-            f"all of them again, with --resume to go on from the newest checkpoint ({reason})"
+            f"all of them again, with --resume to continue from the newest checkpoint ({reason})"
         ) from error
 
 

@@ -24,7 +24,7 @@ from msrl_jax.run.disk import toml
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECORDS = (Path(__file__).parents[2] / "benchmarks" / "records", Path("benchmarks", "records"))
 """Where records may be: in the clone that the package is imported from, or in the one that is the working directory."""
-NO_RECORDS = "no records of recipes are here; run in a clone of the repository, or name its benchmarks/records with --records"
+NO_RECORDS = "found no records of recipes; run in a clone of the repository, or give its benchmarks/records with --records"
 _ANEW = " (msrl-jax reproduce, with --update)"
 _OTHERS = ("policy", "eval_every", "eval_episodes")  # keys that do not affect what is computed
 
@@ -128,12 +128,12 @@ class Record:
         try:
             content = parse_json(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it anew{_ANEW}") from None
+            raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it again{_ANEW}") from None
         if not isinstance(content, dict) or content.pop("sum", None) != _sum(content):
-            raise RecordError(f"the record {path} is not what was written; restore it, or write it anew{_ANEW}")
+            raise RecordError(f"the record {path} was changed after it was written; restore it, or write it again{_ANEW}")
         if others := {field.name for field in dataclasses.fields(cls)} ^ content.keys():
             names = ", ".join(sorted(others))
-            raise RecordError(f"the record {path} is of another version of msrl-jax ({names}); write it anew{_ANEW}")
+            raise RecordError(f"the record {path} is of another version of msrl-jax ({names}); write it again{_ANEW}")
         return cls(**content)
 
 
@@ -164,7 +164,7 @@ def find(name: str) -> Recipe:
     """Reads a recipe; raises ValueError with the nearest name if the name is unknown, or if the file is not a recipe."""
     files = _files()
     if not isinstance(name, str):
-        raise ValueError(f"a recipe is given by its name, such as 'ppo-cartpole', and this is of type {type(name).__name__}")
+        raise ValueError(f"give the name of a recipe, such as 'ppo-cartpole', not a value of type {type(name).__name__}")
     if name.lower() not in files:
         raise ValueError(f"no recipe is named {name!r}{suggestion(name, names())}; msrl-jax list --recipes has them")
     path = files[name.lower()]
@@ -175,11 +175,11 @@ def find(name: str) -> Recipe:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None
     if twice := [key for key in given if key.replace("-", "_") != key and key.replace("-", "_") in given]:
-        raise ValueError(f"{twice[0]} and {twice[0].replace('-', '_')} are one key in the recipe {path}; leave one of them out")
+        raise ValueError(f"{twice[0]} and {twice[0].replace('-', '_')} are the same key in the recipe {path}; delete one")
     for key, kind, example in (("algo", str, '"ppo"'), ("env", str, '"CartPole-v1"'), ("total_steps", int, "500_000")):
         if type(values.get(key)) is not kind:
             given = repr(values[key]) if key in values else "missing"
-            raise ValueError(f"{key} is {given} in the recipe {path}; write {key} = {example}, or what it is for")
+            raise ValueError(f"{key} is {given} in the recipe {path}; write a value such as {key} = {example}")
     lines = text.splitlines()
     head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return Recipe(name.lower(), path, " ".join(line.lstrip("# ") for line in head), values)
@@ -196,7 +196,7 @@ def of_pair(algo: str, env: str) -> Recipe | None:
 
 
 def records_folder(given: str | os.PathLike | None = None) -> Path | None:
-    """Returns the folder of the records: the given one, otherwise the one in a clone; None if there is no clone.
+    """Returns the folder of the records: the given one, otherwise the one in a clone; None without a clone.
 
     Raises:
       ValueError: if the given path is not a folder.
@@ -205,7 +205,7 @@ def records_folder(given: str | os.PathLike | None = None) -> Path | None:
         return next((place for place in RECORDS if place.is_dir()), None)
     folder = as_path("records", given)
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder} with records; name benchmarks/records of a clone (--records)")
+        raise ValueError(f"the folder of records {folder} does not exist; give benchmarks/records of a clone (--records)")
     return folder
 
 
@@ -215,7 +215,7 @@ def record_path(name: str, folder: Path) -> Path:
 
 
 def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
-    """Returns the record of a recipe from a folder of records; None if there is no record or no folder.
+    """Returns the record of a recipe from a folder of records; None without a record or a folder.
 
     Raises:
       RecordError: if the record is damaged, or was made with other settings.
@@ -230,7 +230,7 @@ def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
 def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises RecordError if the settings of a record differ from the recipe's current settings."""
     if changed := difference(was, now):
-        raise RecordError(f"the record of {name} is {changed}; write the record anew: msrl-jax reproduce {name} --update")
+        raise RecordError(f"the record of {name} is {changed}; write it again with msrl-jax reproduce {name} --update")
 
 
 def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:

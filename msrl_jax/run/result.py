@@ -112,12 +112,12 @@ class Result(Outcome):
             return 0
         last, by = self.evaluation, self.experiment.rank_by
         if not self.experiment.is_ranked:
-            raise ValueError(f"{UNRANKED}; name one, member=0, or take it with result.select(member=0)")
+            raise ValueError(f"{UNRANKED}; choose one: member=0, or result.select(member=0)")
         if self.behavior.agent.unit == "updates" and by == "return":
             if "validation_loss" not in self.history:
                 raise ValueError(
-                    "no data were held out to compare the members of this run; name one, member=0, or train with a "
-                    "validation_fraction above 0"
+                    "offline members are ranked by their validation loss, and this run has none; choose one, member=0, or "
+                    "train with a validation_fraction above 0"
                 )
             scores = -np.atleast_1d(self.final("validation_loss"))
         else:
@@ -134,7 +134,7 @@ class Result(Outcome):
             return self.best
         if not _is_number(member) or not 0 <= member < self.members:
             which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
-            raise ValueError(f"member={shown(member)}: this run has {which}; name one of them, or None for the best one")
+            raise ValueError(f"member={shown(member)}: this run has {which}; use one of them, or None for the best one")
         return int(member)
 
     @entry
@@ -175,8 +175,8 @@ class Result(Outcome):
             count = len(next(iter(was.values()))) if was else 0
             chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
             if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
-                has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
-                raise ValueError(f"settings={shown(settings)}: this run has {has}; name some of them, each once")
+                has = f"settings 0 to {count - 1}" if count else "only one setting; select a seed with select(member=0)"
+                raise ValueError(f"settings={shown(settings)}: this run has {has}; list at least one of them, each once")
             rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
             return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
         number = self.member(member)
@@ -189,7 +189,7 @@ class Result(Outcome):
     def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
         """Returns the result of some members; `changes` are applied to the experiment."""
         if self.experiment.pbt:
-            raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
+            raise ValueError("select does not support pbt, whose members evolve together; pass member= to act and evaluate")
         algorithm = with_values(self.config, {name: values[0] for name, values in changes["settings"].items()})
         return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
@@ -225,7 +225,7 @@ class Result(Outcome):
         """
         if self.behavior.agent.is_recurrent:
             raise ValueError(
-                f"an agent of {self.experiment.name!r} remembers earlier observations, so one is not enough; "
+                f"the agent of {self.experiment.name!r} is recurrent, so act needs the carry of earlier observations; "
                 "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
             )
         return self.act_with_carry(obs, None, key, member=member)[0]

@@ -182,7 +182,7 @@ def train(
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
             if experiment.guard == "rollback" and record is not None:
-                raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+                raise ValueError('guard="rollback" cannot undo recorded steps; leave record out, or use guard="halt"')
             if experiment.guard == "rollback" and jax.process_count() > 1:
                 raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             execution.check(experiment, policy, record)
@@ -248,7 +248,7 @@ def _notes(experiment: Experiment, simulating: DistributionPolicy | None, has_de
     agent = experiment.behavior.agent
     tuned = recipes.of_pair(experiment.name, experiment.env_name) if has_defaults else None
     if tuned is not None and tuned.fields:
-        yield f"these are defaults; settings for this environment: the recipe {tuned.name}"
+        yield f"using defaults; the recipe {tuned.name} has hyperparameters for this environment"
     if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
         yield from unseen_images(experiment.environment)
     if agent.learning_starts:
@@ -265,7 +265,7 @@ def _loop(run: Run, hooks: list[Any], rows: Rows, saver: Checkpoints | None) -> 
         run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
         lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
         for problem in lost:
-            text = f"the run ends with an error, and could not be saved: {problem}"
+            text = f"the run ended with an error, and could not be saved: {problem}"
             warnings.warn(text, folder.SaveWarning, stacklevel=3)
         raise
     errors = finish(run, hooks)

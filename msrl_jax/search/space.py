@@ -55,8 +55,8 @@ class Axis:
             return list(self.values.numbers)
         if count is None:
             raise ValueError(
-                f'{self.field}={self.values} with method="grid": num= says how many points such a field has on the grid; give '
-                "it, or a list of values"
+                f'{self.field}={self.values} with method="grid": a grid over a range needs num=, the points per field; '
+                "give it, or a list of values"
             )
         low, high = self.values.numbers
         found = (np.geomspace if self.is_log else np.linspace)(low, high, count).tolist()
@@ -110,14 +110,14 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     if not is_value(value):
         return _number(where, value, hint)
     if not isinstance(value, Distribution):
-        raise ValueError(f"{where}={value}: a value of a config does not change during a run; give a distribution or a list")
+        raise ValueError(f"{where}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
     if not value.numbers:
-        raise ValueError(f"{where}: there are no values; give at least one")
+        raise ValueError(f"{where} has no values; give at least one")
     bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
     if value.kind == "choice":
         return choice(bounds)
     if not is_number:
-        raise ValueError(f"{where}={value}: it is no number; give a list of its values")
+        raise ValueError(f"{where}={value}: a range needs a field of numbers; give a list of values")
     low, high = bounds
     fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
     if not fine or (value.kind == "log_uniform" and low <= 0):
@@ -129,7 +129,7 @@ def _number(where: str, value: Any, hint: Any) -> Any:
     """Converts a single value to plain Python data; to an integer for an integer field."""
     value = value.item() if isinstance(value, np.generic) else value
     if is_value(value):
-        raise ValueError(f"{where}: {value} stands inside of a list or another distribution; use numbers")
+        raise ValueError(f"{where}: {value} is nested in a list or another distribution; use numbers")
     return int(value) if _is_whole(hint) and isinstance(value, float) and value.is_integer() else value
 
 
@@ -163,7 +163,7 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
     if num is None and method != "grid":
         raise ValueError(f'method="{method}" needs num=, the number of trials; method="grid" takes all combinations of lists')
     if method == "optuna" and halving is not None:
-        raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
+        raise ValueError('halving= does not work with method="optuna", which chooses trials one after another; leave it out')
     if method == "optuna" and importlib.util.find_spec("optuna") is None:
         raise ImportError('method="optuna" needs the package optuna: pip install optuna (or \'msrl-jax[optuna]\')')
     return None if num is None else whole("num", num, most=_MOST_TRIALS)
@@ -211,7 +211,7 @@ class Trial:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean; nan if a value is nan, or if there are no values."""
+    """Returns the mean; nan if a value is nan, or without values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 

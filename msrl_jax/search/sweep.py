@@ -120,7 +120,7 @@ def sweep(
     start = algorithms.make(start, {name: x for name, x in constants.items() if is_object(x)})
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
-        raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
+        raise ValueError("resume=True needs the folder of the sweep; give it as out=...")
     base = dataclasses.replace(given, algorithm=start, guard="ignore")
     distribution = policies.get(base.usual_policy if policy is None else policy)
     about = base.to_json()
@@ -180,8 +180,8 @@ def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict
         before, value = was.get(name, "a constant"), now.get(name, "a constant")
         if before != value:
             raise RunFolderError(
-                f"the sweep in {path} has {name}={before}, and cannot go on with {name}={value}; give the same, or start a new "
-                "sweep in another folder"
+                f"the sweep in {path} has {name}={before}, and cannot resume with {name}={value}; give the same, or start a "
+                "new sweep in another folder"
             )
     return found
 

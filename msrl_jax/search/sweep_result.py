@@ -83,7 +83,7 @@ class SweepResult:
         """
         chosen = self.trial(trial)
         if chosen.run is None:
-            raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; go on with resume=True")
+            raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; continue it with resume=True")
         found = self.runs[chosen.run]
         return found if isinstance(found, Result) else Result.load(found, env=self.env, trust=self.trust, **self.objects)
 
@@ -137,7 +137,7 @@ class SweepResult:
         objects = {"env": about["env_spec"] is None, "env_params": isinstance(params, str)}
         objects |= {name: isinstance(value, dict) for name, value in about["config"].items()}
         if nameless := [name for name, is_object in objects.items() if is_object]:
-            raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
+            raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot hold; use train")
         algo = algorithm_of(about)
         check_trust(f"the sweep in {self.folder}", code_of({"algo": algo}), self.trust)
         options = {"algo": files.saved(about), "env": about["env_spec"]}

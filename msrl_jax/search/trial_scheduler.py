@@ -124,7 +124,7 @@ class Course:
             raise ValueError(f"{experiment.name}: {UNRANKED}; give rank_by= a metric of the environment")
         if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
             raise ValueError(
-                f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
+                f"{experiment.name} trains offline, so only evaluations have returns; use eval_episodes above 0"
             )
 
     def conduct(self, stages: Iterable[Stage], requests: StopRequests) -> str:
@@ -143,7 +143,7 @@ class Course:
         trials = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in self.trials.values()])
         if differing := [new for new, old in zip(trials, was, strict=False) if new != old]:
             raise RunFolderError(
-                f"{file} has other values for trial {differing[0]['trial']}, so other versions of packages chose them; go on "
+                f"{file} has other values for trial {differing[0]['trial']}, so other versions of packages chose them; resume "
                 "with those versions, or start a new sweep in another folder"
             )
         if len(trials) > len(was) and processes.is_first():
@@ -205,7 +205,7 @@ class Course:
         if done > iterations:
             raise RunFolderError(
                 f"the run in {path} has done {done * each} steps, and this sweep compares it after {iterations * each}; "
-                "restore its folder, or sweep in another one"
+                "restore its folder, or use another folder for the sweep"
             )
         return result if done == iterations else None
 

@@ -105,7 +105,7 @@ class Leaderboard:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its environment, size, and creation time (seconds since 1970); RunFolderError if there is no leaderboard."""
+        """Its environment, size, and creation time (seconds since 1970); RunFolderError if the folder holds no leaderboard."""
         if not (self.path / SETTINGS).exists():
             remedy = f"msrl.tournament.compete({str(self.path)!r}, ...) makes one"
             raise RunFolderError(f"{self.path} does not contain a leaderboard; {remedy}")
@@ -135,7 +135,7 @@ class Leaderboard:
         """The member with the highest score.
 
         Raises:
-          ValueError: if there are no members yet.
+          ValueError: if it has no members yet.
         """
         if not (entries := self.entries):
             raise ValueError(f"the leaderboard in {self.path} has no members yet; workers add them after a round")

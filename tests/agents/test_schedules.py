@@ -195,7 +195,7 @@ def test_what_is_read_once_cannot_change():
 )
 def test_build_of_a_config_itself_takes_plain_values_only(word):
     (name,) = word
-    with pytest.raises(ValueError, match=rf"PPO.{name}=.* stands for something: msrl_jax.algorithms.build"):
+    with pytest.raises(ValueError, match=rf"PPO.{name}=.* is not resolved yet; call msrl_jax.algorithms.build"):
         PPO(**word).build(msrl.envs.make("CartPole-v1"))
 
 

@@ -221,5 +221,5 @@ class Noisy(OnHost):
 
 
 def test_es_refuses_simulators_on_the_host():
-    with pytest.raises(TypeError, match=r"es starts episodes anew .* simulators on the host \(Walk\) do only when an episode"):
+    with pytest.raises(TypeError, match=r"es resets all environments .* simulators on the host \(Walk\) reset only when"):
         ES().build(OnHost(INTEGERS))

@@ -124,7 +124,7 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo
     obs, masks = np.float32([[0, 0], [3, 0], [2, 0]]), np.array([[0, 0, 1], [1, 0, 0], [0, 1, 0]], bool)
     np.testing.assert_array_equal(result.act(envs.MaskedObservation(obs, masks)), [2, 0, 1])
     assert result.act(envs.MaskedObservation(obs[0], masks[0]), jax.random.key(0)) == 2
-    with pytest.raises(ValueError, match=r"Maze names its legal actions; give them .*MaskedObservation\(obs, action_mask\)"):
+    with pytest.raises(ValueError, match=r"Maze has an action mask; pass it .*MaskedObservation\(obs, action_mask\)"):
         result.act(obs)
     with pytest.raises(ValueError, match=r"observation \[1\] has no legal action"):
         result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
@@ -133,7 +133,7 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Maze(stuck=1), "environment 1 gave an observation without a legal action"),
+        (Maze(stuck=1), "environment 1 returned an observation without a legal action"),
         (Maze(), "environment 1 was given an illegal action"),
     ],
 )

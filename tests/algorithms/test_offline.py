@@ -315,7 +315,7 @@ def test_members_are_compared_by_what_was_held_out(both):
         evaluation = dataclasses.replace(both.evaluation, returns=np.tile(np.float32(last)[:, None], 8))
         assert dataclasses.replace(both, evaluation=evaluation).best == losses.argmin()
     nothing = {name: column for name, column in both.history.items() if not name.startswith("validation")}
-    with pytest.raises(ValueError, match=r"no data were held out .* name one, member=0, or train with a validation_fraction"):
+    with pytest.raises(ValueError, match=r"by their validation loss, .* choose one, member=0, or train"):
         dataclasses.replace(both, history=nothing).best  # noqa: B018
 
 
@@ -341,7 +341,7 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
         ("bc", True, {"shards": 128}, r"holds 64 of 640 rows out, fewer than one in each of shards=128; use a larger"),
         ("bc", True, {"data": noise(RandomWalk(False))}, "action of the data set has shape"),
-        ("bc", True, {"data": "there/is/none.npz"}, "there is no file"),
+        ("bc", True, {"data": "there/is/none.npz"}, "does not exist; write one"),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(name, continuous, options, message):

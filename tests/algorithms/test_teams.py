@@ -165,7 +165,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     drawn = {line.get_label(): line.get_xydata()[:, 1] for line in msrl.plot(result).axes[0].lines}
     np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
     np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
-    with pytest.raises(ValueError, match=r"cannot go on with teams="):
+    with pytest.raises(ValueError, match=r"cannot resume with teams="):
         msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": TEXT}, resume=True, **run)
 
 
@@ -176,7 +176,7 @@ def test_totals_do_not_rank_opposing_teams(tmp_path):
         "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
         teams={"red": TEXT, "blue": "random"}, **SMALL,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"does not tell which member is better; name one, member=0"):
+    with pytest.raises(ValueError, match=r"does not rank members; choose one: member=0"):
         result.evaluate(4)
     assert result.evaluate(4, member=1).team_returns["red"].shape == (4,)
     assert "(red " in repr(result) and ", blue " in repr(result)

@@ -199,7 +199,7 @@ def test_a_file_without_a_folder_is_refused_before_what_it_shows(tmp_path, capsy
     parser = argparse.ArgumentParser()
     parser.add_argument("--svg", type=new_file)
     assert parser.parse_args(["--svg", str(tmp_path / "x.svg")]).svg == tmp_path / "x.svg"
-    refused = {tmp_path / "no" / "x.svg": f"has no folder {tmp_path / 'no'}; make it", tmp_path: "is a folder"}
+    refused = {tmp_path / "no" / "x.svg": f"needs the folder {tmp_path / 'no'}; create it", tmp_path: "is a folder"}
     for given, message in refused.items():
         with pytest.raises(SystemExit):
             parser.parse_args(["--svg", str(given)])

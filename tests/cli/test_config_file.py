@@ -184,9 +184,9 @@ def test_a_mistake_in_a_file_is_one_line(text, message, capsys, tmp_path, monkey
     ("words", "message"),
     [
         (["--config"], "--config needs a file"),
-        (["--config", "nothere"], "--config nothere: there is no such file"),
-        (["--config", "folder"], "--config folder is a folder; name a file, such as folder/run.toml"),
-        (["--config", "binary"], "--config binary is no text in UTF-8"),
+        (["--config", "nothere"], "--config nothere: the file does not exist"),
+        (["--config", "folder"], "--config folder is a folder; give a file, such as folder/run.toml"),
+        (["--config", "binary"], "--config binary is not UTF-8 text"),
         (["--config", "a.toml", "--config", "a.toml"], "--config is given 2 times"),
         (["--confg", "a.toml"], "did you mean '--config'?"),
         (["--config", "a.toml", "--seed", "x"], "error: --seed is 'x', which is not a whole number"),

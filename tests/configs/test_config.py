@@ -180,7 +180,7 @@ def declared(base=object, **parts):
     [
         ({"build": None}, "Own has no method build"),
         ({"__post_init__": lambda self: None}, "name it check"),
-        ({"k": tunable(default=3, doc="a number.")}, "'k', which is no float"),
+        ({"k": tunable(default=3, doc="a number.")}, "'k', which is not a float"),
         ({"k": field(default=0, doc="a number.")}, r"Own\.k=0: use an integer of at least 1"),
         ({"__annotations__": {"rate": float}}, "'rate' without a default or a text"),
     ],

@@ -62,7 +62,7 @@ def test_files_without_parts_have_one_array_for_each_field(walk, tmp_path):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda path: None, "there is no file .*walk.npz"),
+        (lambda path: None, "the file .*walk.npz does not exist"),
         (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "walk.npz is not an npz file of numbers, or it is damaged"),
         (lambda path: path.write_text("{}"), "walk.npz is not an npz file of numbers, or it is damaged"),
         (lambda path: np.savez(path, obs=np.ones(3), rewards=np.ones(3)), "no action, reward, .*; a data set has obs, "),

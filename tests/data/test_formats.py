@@ -119,7 +119,7 @@ def test_episodes_that_do_not_fit_say_which(walk, change, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "no episodes"),
+        ([], "no episode was given"),
         ({"observation": np.zeros((2, 1))}, "episode 0 is 'observation'; pass a list of episodes, each a dict of arrays"),
         ([{"steps": [1, 2]}], r"steps of episode 0 are \[1, 2\]; pass a dict of arrays, or a list of dicts"),
     ],

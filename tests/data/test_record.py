@@ -211,7 +211,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
     where = str(tmp_path / "run.npz")
     still, none = np.zeros((900, 4), np.float32), np.zeros(900, int)
     standing = data.Dataset(still, none, none, none, np.arange(900) % 9 == 8, still)
-    with pytest.raises(ValueError, match=r"run.npz': bc takes no environment steps; leave it out"):
+    with pytest.raises(ValueError, match=r"run.npz': bc takes no environment steps; omit it"):
         msrl.train("bc", "CartPole-v1", data=standing, record=where)
     with pytest.raises(ValueError, match=r"Parted cannot be recorded: obs has a part with the name 'x/y'"):
         msrl.train("ppo", Parted(), record=where)

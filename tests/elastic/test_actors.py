@@ -285,8 +285,8 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     ready, kinds = {"fingerprint": halves.fingerprint}, halves.sent_kinds
     faults = {
         "its token is from another run": {"run": "another"}, "True is not a count": {"unroll": True}, "'life'": {"life": None},
-        "there were no parameters of iteration 7 of learner 0": {"version": 7},  # of the future
-        "there were no parameters of iteration 0 of learner 1": {"life": 1}, "-1 is not a count": {"version": -1},
+        "learner 0 sent no parameters of iteration 7": {"version": 7},  # of the future
+        "learner 1 sent no parameters of iteration 0": {"life": 1}, "-1 is not a count": {"version": -1},
     }  # fmt: skip
     for text, fault in faults.items():
         channel, token, _ = enter(address, ready)

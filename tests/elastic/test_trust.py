@@ -85,6 +85,6 @@ def test_no_link_leads_the_log_of_a_run_elsewhere(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "notes").write_text("mine")
     (tmp_path / "run" / FILE).symlink_to(tmp_path / "notes")
-    with pytest.raises(RunFolderError, match=rf"{FILE} is a link"):
+    with pytest.raises(RunFolderError, match=rf"{FILE} is a symbolic link"):
         msrl.train(resume="run", total_steps=128, actors_at="127.0.0.1:7000", policy="SingleLearnerCoarse", progress=False)
     assert (tmp_path / "notes").read_text() == "mine"

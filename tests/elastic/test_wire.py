@@ -112,7 +112,7 @@ def test_processes_that_start_together_make_one_key_that_only_its_owner_may_read
 def test_a_learner_makes_the_key_and_says_where_and_an_actor_does_not(tmp_path, monkeypatch):
     path, lines = tmp_path / "mistyped.pem", []
     monkeypatch.setenv(tls.KEY_VARIABLE, str(path))
-    with pytest.raises(ValueError, match=f"there is no key {path}; start the learner first, .*, or correct the variable MSRL"):
+    with pytest.raises(ValueError, match=f"the key {path} does not exist; start the learner .*, or correct the variable MSRL"):
         msrl.elastic.act("127.0.0.1:7000", wait=0.1)
     (tmp_path / "learner").write_text("127.0.0.1:7000")
     with pytest.raises(ConnectionError, match=f"the learner has not made the key {path} yet"):  # it may still start

@@ -186,7 +186,7 @@ class Faulty(Leaving):
 FAULTS = [
     ("reward", 0, "environment 1, for agent 'two', returned a reward of nan: "),
     ("obs", 0, "environment 1, for agent 'two', returned an observation of nan: "),
-    ("mask", 0, "environment 1, for agent 'two', gave an observation without a legal action: "),
+    ("mask", 0, "environment 1, for agent 'two', returned an observation without a legal action: "),
     ("", 3, "environment 1, for agent 'two', was given an illegal action: "),
 ]
 

@@ -194,7 +194,7 @@ def test_two_learners_that_claim_the_same_parameters_are_refused(how):
             shared = linear_learner("prey")(shared * 1.0, seen, loss)
         return state | {"predator": shared, "x": x}, {}
 
-    message = r"state\['predator'\] is updated by.*'learn_predator'.*'learn_prey'.*two learners claim the same parameters"
+    message = r"state\['predator'\] is updated by.*'learn_predator'.*'learn_prey'.*two learners update the same parameters"
     for policy in (Apart("predator", "prey"), msrl.policies.GPUOnly()):
         with pytest.raises(ValueError, match=message):
             msrl.compile(iteration, initial_state(), policy=policy, axes=AXES)

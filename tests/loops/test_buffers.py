@@ -211,7 +211,7 @@ def test_actor_critics_learn_from_both(name):
     ("change", "message"),
     [
         ({"data": random_data(PENDULUM)}, r"obs of the data set has shape \[3\] .* CartPole-v1"),
-        ({"data": "no/such.npz"}, "there is no file no/such.npz"),
+        ({"data": "no/such.npz"}, "the file no/such.npz does not exist"),
         ({"data": 5}, "DQN.data=5: use the path of a data set"),
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
         (

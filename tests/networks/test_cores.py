@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_in_words(what):
 @pytest.mark.parametrize(
     ("core", "message"),
     [
-        ("gtrxl:heads=3", "memory_size=8 is no even multiple of the 3 heads.*use 6"),
+        ("gtrxl:heads=3", "memory_size=8 must be an even multiple of the 3 heads.*use 6"),
         ("gtrxl:context=0", "gtrxl:context=0.*at least 1"),
         ("gtrxl:depth=2", "has no depth; gtrxl has layers, heads and context"),
         ("gru:layers=2", "has no layers; gtrxl has"),

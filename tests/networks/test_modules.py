@@ -120,7 +120,7 @@ def unused(self, obs):
 
 REFUSED = {
     "dropout of flax.linen": (module(lambda self, x: linen.Dropout(0.1, deterministic=False)(x)), "no random numbers"),
-    "dropout of flax.nnx": (Dropping, r"\['drop'\]\['rngs'\].*no nnx.Param.*no random numbers"),
+    "dropout of flax.nnx": (Dropping, r"\['drop'\]\['rngs'\].*not an nnx.Param.*no random numbers"),
     "dropout of Equinox": (lambda key: EquinoxDropping(), "requires a key.*no random numbers"),
     "state of flax.linen": (module(lambda self, x: linen.BatchNorm(use_running_average=False)(x)), "'batch_stats'.*no state"),
     "two arrays": (module(lambda self, x: (x, x)), r"\(\(3, 4\), \(3, 4\)\) for 3 observations.*\[B, F\]"),
@@ -133,7 +133,7 @@ REFUSED = {
     "random numbers of Haiku": ((lambda key, obs: {}, lambda params, rng, x: x), r"apply\(params, rng, x\).*without_apply_rng"),
     "nothing for a key": (lambda key: None, "returns NoneType for a key"),
     "a class": (modules.Linen, r"Linen is a class; give a module, such as Linen\(...\)"),
-    "a number": (3, "int is no module; give a module of flax.linen"),
+    "a number": (3, "int is not a module; give a module of flax.linen"),
 }  # fmt: skip
 
 

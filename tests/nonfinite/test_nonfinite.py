@@ -51,7 +51,7 @@ def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(alg
     assert dataclasses.replace(again.origin, operands=()) == dataclasses.replace(origin, operands=())
     for x, y in zip(again.origin.operands, origin.operands, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
-    with pytest.raises(ValueError, match="give it again"):
+    with pytest.raises(ValueError, match="pass it again"):
         msrl.nonfinite.replay_step(error.replay)
     assert msrl.nonfinite.replay_step(error.replay, env=Faulty()) is None  # a repaired environment
 

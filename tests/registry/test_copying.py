@@ -118,10 +118,10 @@ def test_a_file_of_ones_own_can_be_copied_and_so_can_a_copy(folder):
         ("ppo", "my-ppo.py", r"'my-ppo' cannot be a name in Python"),
         ("ppo", "class.py", r"'class' cannot be a name in Python"),
         ("ppo", "DQN.py", r"an algorithm named 'DQN' is registered already"),
-        ("ppo", "gone/x.py", r"there is no folder gone; make it first"),
+        ("ppo", "gone/x.py", r"the folder gone does not exist; create it first"),
         ("ppo", "taken.py", r"taken\.py exists; name another file, or delete it first"),
         ("taken.py:B", "x.py", r"taken\.py has the config A too, which a copy would register again; move it to another file"),
-        ("hidden.py", "x.py", r"the config make\.<locals>\.A is no class of a file, as in a notebook; write it to a file"),
+        ("hidden.py", "x.py", r"the config make\.<locals>\.A is not in a file, as in a notebook; write it to a file"),
         ("named.py", "x.py", r"named\.py has no decorator with the name 'a1'; write @config\('a1'\) before the class A"),
     ],
 )

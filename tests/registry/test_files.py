@@ -45,7 +45,7 @@ def test_a_run_of_a_file_goes_on_from_anywhere(folder, monkeypatch, capsys):
     shutil.move("my_ppo.py", folder / "other")
     capsys.readouterr()
     assert cli.main(["evaluate", "../run", "--episodes", "2", "--trust"]) == 2
-    assert "my_ppo.py cannot be read: there is no such file; give the path" in capsys.readouterr().err
+    assert "my_ppo.py cannot be read: the file does not exist; give the path" in capsys.readouterr().err
     longer = ["--out", "../run", "--total-steps", str(64 * 14), "--eval-episodes", "0", "--progress", "none"]
     assert cli.main(["train", "--resume", "--algo", "../other/my_ppo.py", *longer]) == 0
 
@@ -102,7 +102,7 @@ class {1}:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("gone.py", None, r"gone\.py cannot be read: there is no such file"),
+        ("gone.py", None, r"gone\.py cannot be read: the file does not exist"),
         ("own.py", "x = 1", r"own\.py has no config; decorate a class"),
         ("own.py", "x = 1\ny = (", r"own\.py, line 2: SyntaxError: '\(' was never closed"),
         (

@@ -53,7 +53,7 @@ def test_a_line_says_what_compiles_and_what_is_timed(measured):
     (measurement,), lines = measured
     assert lines == [
         "compiling a2c CartPole-v1, 8 envs x 8 steps, GPUOnly ...",
-        "measuring 3 runs of about 0.05 s and as many of jax.jit ...",
+        "measuring 3 runs of about 0.05 s and the same number of jax.jit ...",
         measurement,
     ]
 

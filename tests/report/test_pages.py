@@ -71,16 +71,16 @@ def test_pages_overwrite_nothing_that_they_did_not_write(mine, tmp_path, capsys)
     (tmp_path / "docs" / "index.md").write_text("mine")
     for names in ([], ["mine"]):  # which is not trained before
         assert cli.main(["reproduce", *names, "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert "index.md, which it did not write; name another folder" in capsys.readouterr().err
+        assert "index.md, which it did not write; choose another folder" in capsys.readouterr().err
     (tmp_path / "docs" / "index.md").unlink()
     for name in ("mine.svg", "classic-control.md", "classic-control-cartpole-v1.svg"):
         (tmp_path / "docs" / name).write_text("mine")
         assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "docs"), "--out", str(tmp_path / "out")]) == 2
-        assert f"{name}, which it did not write; name another folder" in capsys.readouterr().err
+        assert f"{name}, which it did not write; choose another folder" in capsys.readouterr().err
         (tmp_path / "docs" / name).unlink()
     (tmp_path / "file").write_text("")
     assert cli.main(["reproduce", "mine", "--pages", str(tmp_path / "file"), "--out", str(tmp_path / "out")]) == 2
-    assert "file (File exists); name another folder" in capsys.readouterr().err
+    assert "file (File exists); choose another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "docs").iterdir())
 

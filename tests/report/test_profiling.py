@@ -151,8 +151,8 @@ def test_a_run_is_profiled_as_it_ran_and_its_page_shows_it(folder, tmp_path, cap
         (["--run", "{run}", "--env", "Acrobot-v1"], "leave out env"),
         (["--run", "{run}", "--num-envs", "8"], "leave out num_envs"),
         (["--run", "{run}/nothing"], "nothing"),
-        (["--out", "{run}/x.png"], "ends in .svg or .json"),
-        (["--out", "{run}/none/x.svg"], "there is no folder"),
+        (["--out", "{run}/x.png"], "must end in .svg or .json"),
+        (["--out", "{run}/none/x.svg"], "does not exist; create it first"),
         (["--iterations", "0"], "iterations=0"),
     ],
 )
@@ -165,7 +165,7 @@ def test_the_command_line_refuses_in_a_sentence(folder, arguments, words, capsys
 def test_a_run_on_more_devices_is_refused(folder):
     result = msrl.Result.load(folder)
     result.description["devices"]["count"] = 64
-    with pytest.raises(ValueError, match="the run had 64 devices, and here are 8; --cpu-devices 64"):
+    with pytest.raises(ValueError, match="the run had 64 devices, but here are 8; use --cpu-devices 64"):
         msrl.profile(result)
     with pytest.raises(ValueError, match="leave out the policy"):
         msrl.profile(result, policy="GPUOnly")

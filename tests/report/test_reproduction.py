@@ -197,7 +197,7 @@ def test_a_record_gives_way_to_none_of_fewer_seeds(folder, first, again, monkeyp
     first.record.write(folder / "small.json")
     assert update(again, "--seed", "3", "--seeds", "1") == 2
     message = capsys.readouterr().err
-    assert "would replace the record of small, of seeds 0 to 4, by one without some of them" in message
+    assert "would replace the record of small, of seeds 0 to 4, by one of fewer seeds" in message
     assert "leave --seed and --seeds out" in message
     three = dataclasses.replace(first.record, seeds=[3])
     monkeypatch.setattr(reproduction, "_record", lambda *args: three)
@@ -221,7 +221,7 @@ def test_a_folder_has_the_record_of_one_recipe_and_the_agents_of_its_runs(folder
     with pytest.raises(recipes.RecordError, match=r"best.npz of the seeds from 0 on is of another run; delete its folder"):
         reproduced(again)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"the folder .*/out cannot be made \(Not a directory\); name another one \(--out\)"):
+    with pytest.raises(ValueError, match=r"the folder .*/out cannot be created \(Not a directory\); choose another one"):
         reproduced(tmp_path / "file" / "out")
 
 
@@ -231,7 +231,7 @@ def test_seeds_that_are_too_few_to_be_told_from_the_record_are_named_before(fold
     dataclasses.replace(first.record, **three).write(folder / "small.json")
     assert cli.main(["reproduce", "small", "--seeds", "5", "--out", str(again.parent), "--progress", "none"]) == 0
     told = capsys.readouterr()
-    assert told.err == "small: 5 of them cannot be told from the 3 of its record; with --seeds 9 they can\n"
+    assert told.err == "small: seeds: 5 are too few to compare with the 3 of its record; use --seeds 9 or more\n"
     assert "seeds 0 to 4: too few" in told.out
 
 
@@ -249,19 +249,19 @@ def test_a_record_says_what_trained_its_seeds(folder, first, again):
     assert changed in repr(dataclasses.replace(found, recorded=first.record))
     assert "commit" not in repr(dataclasses.replace(first, recorded=first.record))
     file.write_text(json.dumps(origin | {"versions": origin["versions"] | {"jax": "0.1"}}))
-    with pytest.raises(recipes.RecordError, match=r"seeds-0-4 was trained with jax 0\.1, not .* as here; delete it, or name"):
+    with pytest.raises(recipes.RecordError, match=r"seeds-0-4 was trained with jax 0\.1, not .* as now; delete it, or choose"):
         reproduced(again)
     file.unlink()
-    with pytest.raises(recipes.RecordError, match=r"origin.json does not tell what trained the run .* delete"):
+    with pytest.raises(recipes.RecordError, match=r"origin.json does not describe what trained the run .* delete"):
         reproduced(again)
 
 
 @pytest.mark.parametrize(
     ("was", "now", "message"),
     [
-        (TOML, "", "algo is missing in the recipe .*small.toml; write algo ="),
+        (TOML, "", "algo is missing in the recipe .*small.toml; write a value such as algo ="),
         ('"ppo"', '"ppo', "small.toml cannot be read: .*line 3"),
-        ("eval_episodes = 4", "num-envs = 9", "num-envs and num_envs are one key in the recipe .*small.toml"),
+        ("eval_episodes = 4", "num-envs = 9", "num-envs and num_envs are the same key in the recipe .*small.toml"),
         ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
@@ -321,13 +321,13 @@ def test_what_trained_an_environment_has_the_packages_that_simulate_it(tmp_path)
         (tmp_path / name / "origin.json").write_text(json.dumps({"versions": was}))
     assert provenance.origin_of(tmp_path / "new")["versions"] == found
     assert provenance.origin_of(tmp_path / "old")["versions"] == versions()  # before simulators were recorded
-    with pytest.raises(recipes.RecordError, match=r"other was trained with mujoco 1\.0, not .* as here"):
+    with pytest.raises(recipes.RecordError, match=r"other was trained with mujoco 1\.0, not .* as now"):
         provenance.origin_of(tmp_path / "other")
 
 
 def test_names_and_patterns(folder, capsys):
     assert msrl.recipe("small") == msrl.recipe("SMALL") == SMALL
-    for name, message in (("smal", "did you mean 'small'"), (3, "by its name, .* of type int"), ("", "no recipe is named ''")):
+    for name, message in (("smal", "did you mean 'small'"), (3, "name of a recipe, .* not"), ("", "no recipe is named ''")):
         with pytest.raises(ValueError, match=message):
             msrl.recipe(name)
     (folder / "small-two.toml").write_text(TOML.replace("12_000", "13_000"))
@@ -360,7 +360,7 @@ def test_defaults_name_the_recipe_of_their_environment(folder, capsys, monkeypat
     train = functools.partial(msrl.train, "ppo", "CartPole-v1", total_steps=4096, eval_episodes=0, progress="lines")
     with pytest.raises(TypeError, match="not callable"):
         train()
-    assert capsys.readouterr().err.startswith("these are defaults; settings for this environment: the recipe ppo-cart\n")
+    assert capsys.readouterr().err.startswith("using defaults; the recipe ppo-cart has hyperparameters for this environment\n")
     with pytest.raises(TypeError, match="not callable"):
         train(learning_rate=1e-3)
     assert "recipe" not in capsys.readouterr().err
@@ -422,7 +422,7 @@ def test_a_folder_of_records_may_be_named(folder, first, again, tmp_path, monkey
     monkeypatch.setattr(recipes, "RECORDS", ())
     records = tmp_path / "records"
     command = ["reproduce", "small", "--out", str(again.parent), "--progress", "none", "--records", str(records)]
-    assert cli.main(command) == 2 and f"there is no folder {records} with records" in capsys.readouterr().err
+    assert cli.main(command) == 2 and f"the folder of records {records} does not exist" in capsys.readouterr().err
     records.mkdir()
     assert cli.main([*command, "--seeds", "5", "--update"]) == 0
     assert [path.name for path in records.iterdir()] == ["small.json"]
@@ -430,4 +430,4 @@ def test_a_folder_of_records_may_be_named(folder, first, again, tmp_path, monkey
     assert reproduced(again, seeds=None, records=records).verdict == "agrees"
     assert cli.main(["list", "--recipes", "--json", "--records", str(records)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["seeds"] == 5
-    assert cli.main(["list", "--records", str(records)]) == 2 and "--records is for --recipes" in capsys.readouterr().err
+    assert cli.main(["list", "--records", str(records)]) == 2 and "--records needs --recipes" in capsys.readouterr().err

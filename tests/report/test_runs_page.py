@@ -231,7 +231,7 @@ def test_a_page_draws_plans_and_shows_the_last_film(folder, run, tmp_path):
     assert text.count('<svg class="msrl-plan"') == 1 and "GPUOnly()" in text
     assert text.count("data:image/gif") == 1 and "data:image/gif;base64,bGFzdA==" in text and "after 128 steps" in text
     larger = dataclasses.replace(run, description={**run.description, "devices": {"count": 64, "platform": "cpu"}})
-    with pytest.raises(ValueError, match="had 64 devices, and here are 8; --cpu-devices 64"):
+    with pytest.raises(ValueError, match="had 64 devices, but here are 8; use --cpu-devices 64"):
         msrl.runs_page(larger, tmp_path / "other.html", plans=True)
 
 
@@ -252,7 +252,7 @@ def test_a_figure_is_drawn_against_steps_or_time(folder, run, tmp_path, capsys):
     assert main(["plot", str(folder), "--x", "time", "--out", str(file)]) == 0 and "<svg" in file.read_text()
     with pytest.raises(ValueError, match="x='epochs': use 'steps' or 'time'"):
         msrl.plot_runs(run, x="epochs")
-    for name, message in (("curves.doc", "name a file that ends in .pdf or .svg or .png"), ("no/c.pdf", "there is no folder")):
+    for name, message in (("curves.doc", "must end in .pdf or .svg or .png"), ("no/c.pdf", "does not exist; create it")):
         assert main(["plot", str(folder), "--out", str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
 
@@ -262,10 +262,10 @@ def test_a_figure_is_drawn_against_steps_or_time(folder, run, tmp_path, capsys):
     [
         (["{folder}", "{folder}"], "two runs are named"),
         (["{folder}", "--metrics", "loss"], "no run has the metric 'loss'; they have approx_kl"),
-        (["{folder}", "--out", "page.pdf"], "the page page.pdf: name a file that ends in .html"),
-        (["{folder}", "--out", "nowhere/page.html"], "the page nowhere/page.html: there is no folder"),
-        (["nothing"], "there is no folder nothing"),
-        ([], "there is no run to write about"),
+        (["{folder}", "--out", "page.pdf"], "the page page.pdf must end in .html"),
+        (["{folder}", "--out", "nowhere/page.html"], "the page nowhere/page.html: the folder"),
+        (["nothing"], "the folder nothing does not exist"),
+        ([], "no run was given"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, tmp_path, monkeypatch, capsys, words, message):

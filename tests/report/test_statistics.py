@@ -125,14 +125,14 @@ def test_other_tasks_are_refused():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([], "there are no tasks"),
+        ([], "the list of tasks is empty"),
         ([[1.0, 2.0], []], r"task 1 have shape \[0\]"),
         ([[[1.0]]], r"task 0 have shape \[1, 1\]"),
         ([[1.0, math.nan]], "task 0 are not all finite"),
         ([["1", "2"]], "task 0 are of type <U1; give real numbers"),
-        ([[[1.0], [1.0, 2.0]]], "task 0 are no array"),
-        ([np.ma.array([1.0, 1e6], mask=[0, 1])], "task 0 are masked in part"),
-        (3.0, "scores of type float are no list"),
+        ([[[1.0], [1.0, 2.0]]], "task 0 are not an array"),
+        ([np.ma.array([1.0, 1e6], mask=[0, 1])], "task 0 are partly masked"),
+        (3.0, "scores of type float are not a list"),
     ],
 )
 def test_scores_that_are_none_are_refused(scores, message):

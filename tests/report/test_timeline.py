@@ -119,5 +119,5 @@ def test_the_trace_of_perfetto_has_all_spans(traced):
 
 
 def test_there_is_one_trace_at_a_time(tmp_path):
-    with jax.profiler.trace(tmp_path), pytest.raises(RuntimeError, match=r"needs jax.profiler .* End the other one"):
+    with jax.profiler.trace(tmp_path), pytest.raises(RuntimeError, match=r"another profiler is active: .* Stop it first"):
         record(lambda: None)

@@ -130,7 +130,7 @@ UNKNOWN = [
     (lambda: msrl.choose_policy(small(), devices=[]), "^devices is empty; pass at least one"),
     (lambda: policies.get("Auto"), "is for train, and for explain without"),
     (lambda: msrl.train("ppo", policy="auto:learners=2", progress=False), "and has no parameters"),
-    (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "without stepping its simulators"),
+    (lambda: msrl.train("ppo", "gymnasium:CartPole-v1", policy="auto", progress=False), "measuring would step its simulators"),
 ]
 
 

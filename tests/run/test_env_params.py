@@ -217,7 +217,7 @@ def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     assert cli.main(["evaluate", str(run), "--episodes", "4", "--env-params", "max_steps_in_episode=3", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["lengths"]) == {3}
     assert cli.main([*train, "--total-steps", "384", "--resume", "--env-params", "length=uniform:0.25:2"]) == 2
-    assert "cannot go on with env_params={'length': 'uniform(0.25, 2)'}" in capsys.readouterr().err
+    assert "cannot resume with env_params={'length': 'uniform(0.25, 2)'}" in capsys.readouterr().err
     assert cli.main([*train, "--total-steps", "384", "--resume"]) == 0
     assert cli.main([*train[:4], str(tmp_path / "other"), *options, "--env-params", "lenght=1"]) == 2
     assert "no parameter 'lenght' (did you mean 'length'?)" in capsys.readouterr().err
@@ -230,6 +230,6 @@ def test_a_function_has_to_be_given_again(tmp_path):
 
     options = {"total_steps": 256, "eval_episodes": 0, "out": tmp_path / "run", "progress": False, **SMALL["ppo"]}
     msrl.train("ppo", ENV, env_params=drawn, **options)
-    with pytest.raises(RunFolderError, match=r"draws parameters of its environment by a function .*drawn; give it again"):
+    with pytest.raises(RunFolderError, match=r"draws its env_params with a function .*drawn; pass it again"):
         Result.load(tmp_path / "run")
     assert Result.load(tmp_path / "run", env_params=drawn).evaluate(2)

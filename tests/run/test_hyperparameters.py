@@ -120,7 +120,7 @@ def test_a_run_goes_on_and_is_loaded(swept, options, tmp_path):
     rest = msrl.train(resume=tmp_path / "run", learning_rate=RATES, devices=options["devices"], progress=False)
     assert jax.tree.all(jax.tree.map(np.array_equal, rest.state.params, swept.state.params))
     np.testing.assert_array_equal(rest.history["entropy"], swept.history["entropy"])
-    with pytest.raises(ValueError, match=r"has learning_rate=\[0.0001, 0.01\], and cannot go on with learning_rate=0.1"):
+    with pytest.raises(ValueError, match=r"has learning_rate=\[0.0001, 0.01\], and cannot resume with learning_rate=0.1"):
         msrl.train(resume=tmp_path / "run", learning_rate=0.1)
 
 
@@ -149,7 +149,7 @@ def test_selected_settings_go_on_as_they_would_have(options, tmp_path):
     rest = msrl.train(resume=tmp_path / "one", devices=options["devices"], progress=False)
     assert_close(rest.member_state(0).params, whole.member_state(5).params)
     for bad in ([], [4], [0, 0], [-1], [True], ["a"]):
-        with pytest.raises(ValueError, match="this run has settings 0 to 3; name some of them, each once"):
+        with pytest.raises(ValueError, match="this run has settings 0 to 3; list at least one of them, each once"):
             part.select(bad)
 
 

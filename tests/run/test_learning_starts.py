@@ -43,7 +43,7 @@ def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd
     result = msrl.train("dqn", "CartPole-v1", total_steps=112, out=tmp_path, progress="lines", **options)
     assert np.isnan(result.history["loss"][:-1]).all() and np.isfinite(result.history["loss"][-1])
     assert "replay ratio: 0.125 updates per environment step, of batch_size=16\n" in capfd.readouterr().err
-    with pytest.warns(UserWarning, match="the schedule now spans"):
+    with pytest.warns(UserWarning, match="rescales the schedule"):
         longer = msrl.train(resume=tmp_path, total_steps=128, progress=False, devices=jax.devices()[:1])
     assert len(longer.history["loss"]) == 8 and np.isfinite(longer.history["loss"][-2:]).all()
 

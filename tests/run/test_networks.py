@@ -51,11 +51,11 @@ def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, t
 @pytest.mark.slow
 def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
     train(network=Linen(width=5), out=tmp_path / "run", callbacks=[half])
-    with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*give it again: network=\.\.\."):
+    with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*pass it again: network=\.\.\."):
         msrl.Result.load(tmp_path / "run")
-    with pytest.raises(RunFolderError, match="cannot go on with network="):
+    with pytest.raises(RunFolderError, match="cannot resume with network="):
         msrl.train(resume=tmp_path / "run", progress=False, network=Linen(width=6))
-    with pytest.raises(RunFolderError, match="cannot go on with network='mlp'"):
+    with pytest.raises(RunFolderError, match="cannot resume with network='mlp'"):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
 
 

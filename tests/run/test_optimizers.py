@@ -76,7 +76,7 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
 @pytest.mark.slow
 def test_more_steps_stretch_a_schedule(train, one_device, tmp_path):
     train(learning_rate="linear:1e-2", out=tmp_path / "run")
-    with pytest.warns(ResumeWarning, match="over which learning_rate changes: the schedule now spans the new number"):
+    with pytest.warns(ResumeWarning, match="which rescales the schedule of learning_rate"):
         longer = msrl.train(resume=tmp_path / "run", total_steps=2 * STEPS, devices=one_device, progress=False)
     want = 1e-2 * np.array([1, 3 / 4, 1 / 2, 1 / 4, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
     np.testing.assert_allclose(longer.history["learning_rate"], want, rtol=1e-6)

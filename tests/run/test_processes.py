@@ -206,7 +206,7 @@ def test_a_process_that_hangs_ends_all(launched, tmp_path):
     launcher, output, pids = run_until_saved(launched, tmp_path / "run", "--total-steps", 10**9, "--checkpoint-every", "2s")
     os.kill(pids[1], signal.SIGSTOP)
     assert launcher.wait(2 * processes.HEARTBEAT + launch.PATIENCE) == launch.LOST, output()
-    assert "process 0 of 2 lost contact with another one" in output().splitlines()[-1]
+    assert "process 0 of 2 lost contact with another process" in output().splitlines()[-1]
     assert is_gone(pids.values())
 
 

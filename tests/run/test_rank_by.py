@@ -58,7 +58,7 @@ def test_the_best_checkpoint_has_the_best_evaluation_of_the_metric(seeds, tiny, 
     assert best.experiment.rank_by == "offset"
     if seeds > 1:
         assert best.best == np.argmax(best.history["eval_offset"][-1])
-    with pytest.raises(RunFolderError, match="has rank_by='offset', and cannot go on with rank_by='return'; leave rank_by"):
+    with pytest.raises(RunFolderError, match="has rank_by='offset', and cannot resume with rank_by='return'; leave rank_by"):
         msrl.train(resume=tmp_path, env=Measured(), rank_by="return", total_steps=7 * 64, progress=False)
 
 
@@ -103,5 +103,5 @@ def test_a_metric_ranks_what_returns_do_not(tiny):
     with pytest.raises(ValueError, match=r"train without pbt, or with rank_by= a metric"):
         evolve(opposing, PBT)
     evolve(opposing, PBT, "place")
-    with pytest.raises(ValueError, match="pbt: rank_by='place' is a metric of episodes, and an agent that learns from data"):
+    with pytest.raises(ValueError, match="pbt: rank_by='place' is a metric of episodes, but offline training plays"):
         evolve(dataclasses.replace(agent, unit="updates"), PBT, "place")

@@ -131,9 +131,9 @@ def test_probabilities_are_the_shares_of_sampled_actions(trained, members):
 @pytest.mark.parametrize(
     ("algo", "env", "why"),
     [
-        ("dqn", "CartPole-v1", "no categorical policy"),
-        ("ppo", "Pendulum-v1", "no categorical policy"),
-        ("recurrent_ppo", "CartPole-v1", "remembers earlier observations"),
+        ("dqn", "CartPole-v1", "is not categorical"),
+        ("ppo", "Pendulum-v1", "is not categorical"),
+        ("recurrent_ppo", "CartPole-v1", "recurrent agent depend on earlier observations"),
     ],
 )
 def test_agents_without_probabilities_say_so(algo, env, why):

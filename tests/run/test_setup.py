@@ -51,7 +51,7 @@ def test_callbacks_are_a_sequence_of_functions():
 
     assert check_callbacks(iter([print, len])) == (print, len) and check_callbacks(()) == ()
     refused = {
-        "callbacks=3 is no sequence": 3,
+        "callbacks=3 is not a sequence": 3,
         "callbacks=None .*leave it out": None,
         "write callbacks=.<built-in function print>.": print,
         r"callbacks\[1\]=3 cannot be called": [print, 3],

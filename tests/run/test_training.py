@@ -96,7 +96,7 @@ def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
     def greedy(tick):
         jax.tree.leaves(tick.state.params)[0].delete()
 
-    with pytest.raises(ValueError, match=r"callback .*greedy deleted or donated tick\.state\.params.*; give away a copy"):
+    with pytest.raises(ValueError, match=r"callback .*greedy deleted or donated tick\.state\.params.*; donate a copy"):
         msrl.train(
             "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=[greedy], progress=False,
             **tiny,
@@ -200,9 +200,9 @@ def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
     half = msrl.train(experiment, out=tmp_path / "run", callbacks=[lambda tick: True], **options)
     assert half.experiment == experiment and half.status == "stopped"
     other = dataclasses.replace(experiment, seed=4)
-    with pytest.raises(ValueError, match="has seed=3, and cannot go on with seed=4"):
+    with pytest.raises(ValueError, match="has seed=3, and cannot resume with seed=4"):
         msrl.train(other, resume=tmp_path / "run", **options)
-    with pytest.raises(ValueError, match="seeds=2: the experiment says what is computed"):
+    with pytest.raises(ValueError, match="seeds=2: an Experiment already holds it"):
         msrl.train(experiment, seeds=2, **options)
     goes_on = msrl.train(experiment, resume=tmp_path / "run", **options)
     assert goes_on.status == "finished" and goes_on.history["iteration"].tolist() == [2, 4]

@@ -53,19 +53,19 @@ MISTAKES = [
     ({"num": 4}, "no field has several values"),
     ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
     ({"learning_rate": "1,x"}, "PPO.learning_rate='x': use a finite number"),
-    ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
-    ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
+    ({"learning_rate": "ramp:0:1:10"}, "is for parameters of environments"),
+    ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": a grid over a range needs num='),
     ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
     ({"learning_rate": "log:1e-4:1e-2", "num": 10**9}, "num=1000000000: use an integer of at most"),
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
-    ({"activation": envs.uniform(0, 1)}, "it is no number"),
+    ({"activation": envs.uniform(0, 1)}, "a range needs a field of numbers"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "guard": "skip"}, "leave pbt and guard out"),
     ({"learning_rate": [1e-3], "min_steps": 64}, "min_steps=64 has no effect without halving="),
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first comparison is after 8 of total_steps=384"),
-    ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= chooses among trials that are known"),
-    ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True goes on with the sweep in out="),
+    ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= does not work with"),
+    ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True needs the folder of the sweep"),
 ]  # fmt: skip
 
 
@@ -163,9 +163,9 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         given = Experiment(algorithm=PPO(**tiny), env=ENV, total_steps=384, seed=4)
         msrl.sweep(given, method="grid", learning_rate=[1e-3, 2e-3], devices=one_device, eval_episodes=4, progress=False)
     assert seen[1] == seen[0]
-    with pytest.raises(ValueError, match="seed=5: the experiment says what is computed"):
+    with pytest.raises(ValueError, match="seed=5: an Experiment already holds it"):
         msrl.train(seen[0], seed=5)
-    with pytest.raises(ValueError, match="num_envs=8: the experiment says what is computed"):
+    with pytest.raises(ValueError, match="num_envs=8: an Experiment already holds it"):
         msrl.train(seen[0], num_envs=8)
 
 
@@ -180,8 +180,8 @@ def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
     ("change", "message"),
     [
         ({"learning_rate": [1e-3, 2e-2]}, "learning_rate="),
-        ({"seed": 4}, "seed=3, and cannot go on with seed=4"),
-        ({"num_epochs": 2}, "num_epochs=1, and cannot go on with num_epochs=2"),
+        ({"seed": 4}, "seed=3, and cannot resume with seed=4"),
+        ({"num_epochs": 2}, "num_epochs=1, and cannot resume with num_epochs=2"),
         ({"resume": False}, "already holds a sweep"),
     ],
     ids=["field", "seed", "constant", "no resume"],

@@ -54,6 +54,6 @@ def test_no_link_leads_a_board_elsewhere(name, tmp_path):
     (tmp_path / "home" / "precious").mkdir(parents=True)
     (board.path / name).unlink(missing_ok=True)
     (board.path / name).symlink_to(tmp_path / "home")
-    with pytest.raises(RunFolderError, match=rf"{name} is a link"):
+    with pytest.raises(RunFolderError, match=rf"{name} is a symbolic link"):
         Leaderboard.make(tmp_path / "board", "CartPole-v1", 2)
     assert (tmp_path / "home" / "precious").exists()

@@ -83,8 +83,8 @@ class BraxEnvironment(Named):
                     state = to_32_bit(self.env.step(state, action))
                 except TypeError as error:  # although the action has the right type
                     raise RuntimeError(
-                        f"{self.name} fails in its own step, because its package does not work with JAX {jax.__version__}: "
-                        f"{error}; use another environment, or other versions of the two"
+                        f"{self.name} fails in its step, because its package does not support JAX {jax.__version__}: "
+                        f"{error}; use another environment, or other versions of both packages"
                     ) from error
             return state, state.reward
 
@@ -117,7 +117,7 @@ class BraxEnvironment(Named):
 
 
 def _observed(state: Any) -> PyTree:
-    """What an actor sees of a state."""
+    """Returns the observation of the actor in a state."""
     split = isinstance(state.obs, Mapping) and state.obs.keys() == {"state", "privileged_state"}
     return state.obs["state"] if split else state.obs
 

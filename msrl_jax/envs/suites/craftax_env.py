@@ -18,7 +18,7 @@ from msrl_jax.envs.suites.catalog import SUITES
 def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     """Makes an environment of Craftax, such as "Craftax-Classic-Symbolic-v1"; `reset_ratio` is that of `ResetPool`.
 
-    Resets are pooled because generating a world costs as much as hundreds of steps. Other parameters are fields of its
+    Resets are pooled, because generating a world takes as long as hundreds of steps. Other parameters are fields of its
     `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
     """
     common.check_name("Craftax", name, SUITES["craftax"].own_names)
@@ -71,7 +71,7 @@ class CraftaxEnvironment(Named):
         return jax.jit(common.load(f"{world}.renderer").make_craftax_pixel_renderer(size))
 
     def render(self, state: Any) -> np.ndarray:
-        """What the player sees."""
+        """Returns the view of the player."""
         return np.asarray(self._draw(state)).clip(0, 255).astype(np.uint8)
 
     def report(self, state: Any) -> dict[str, jax.Array]:

@@ -43,7 +43,7 @@ def make(name: str, **params: Any) -> Environment:
     try:
         env = common.build(full, lambda **values: registration.make(name, **values), params)
     except OSError as error:
-        raise RuntimeError(f"{full} could not load its data ({error}); Jumanji downloads it, so connect to the net") from error
+        raise RuntimeError(f"{full} could not load its data ({error}); Jumanji downloads it, so connect to the web") from error
     own = next((fields for start, fields in _OWN.items() if name.startswith(f"{start}-")), None)
     return JumanjiEnvironment(env, full) if own is None else JumanjiTeam(env, full, own)  # type: ignore[return-value]
 
@@ -105,7 +105,7 @@ class _Adapter(Named):
         """An image rendered by the suite's viewer."""
         viewer = copy.copy(self.env._viewer)
         viewer._display = common.image_of  # as with render_mode="rgb_array"
-        with common.quiet(), warnings.catch_warnings(action="ignore"):  # there is no window
+        with common.quiet(), warnings.catch_warnings(action="ignore"):  # it opens no window
             return viewer.render(state.env_state)
 
     def report(self, state: JumanjiState) -> dict[str, jax.Array]:

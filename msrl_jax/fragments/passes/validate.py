@@ -102,8 +102,8 @@ def check_disjoint_learners(graph: Graph) -> None:
         if len(found) > 1:
             names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in found.items())
             raise ValueError(
-                f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners claim the same "
-                "parameters. Give each learner parameters of its own, or both fragments the same role"
+                f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners update the same "
+                "parameters. Give each learner its own parameters, or both fragments the same role"
             )
 
 

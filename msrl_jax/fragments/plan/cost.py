@@ -1,4 +1,4 @@
-"""What programs cost: the floating-point operations of a jaxpr, and of each fragment in it."""
+"""The cost of programs: the floating-point operations of a jaxpr, and of each fragment in it."""
 
 import math
 from collections.abc import Iterator

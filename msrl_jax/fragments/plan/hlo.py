@@ -1,4 +1,4 @@
-"""What XLA prints of a compiled program, read: its computations, the collectives in it, and the fragment of each operation.
+"""Parses the text of a compiled program: its computations, its collectives, and the fragment of each operation.
 
 No other module reads this text. XLA counts the body of a loop once, so what is found is multiplied by the lengths of loops.
 """
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
     """An instruction of a computation."""
 
     name: str
-    kind: str  # such as "fusion", which is also that of one that runs beside others
+    kind: str  # such as "fusion", also for one that runs in parallel to others
     shape: str  # as XLA writes it
     rest: str  # operands and attributes: the text behind the opening parenthesis
     is_root: bool  # whether its value is that of the computation

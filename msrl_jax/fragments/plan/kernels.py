@@ -1,4 +1,4 @@
-"""What a program launches on an accelerator: kernels, library calls, copies and collectives, and what they move.
+"""Counts the launches of a program on an accelerator: kernels, library calls, copies and collectives, and their bytes.
 
 At small batch sizes, the time on a GPU is determined by the number of launches: each takes a microsecond or more, however
 small. Every instruction of the compiled program is one launch, except those that only name values; a loop launches its body in
@@ -34,7 +34,7 @@ _SPEEDS = {
 
 @dataclass(frozen=True)
 class Launches:
-    """What a program launches for a fragment in a loop, per repetition of the loop.
+    """The launches of a program for a fragment in a loop, per repetition of the loop.
 
     Attributes:
       fragment: the innermost fragment; empty outside fragments.

@@ -66,7 +66,7 @@ def plan_devices(spec: str) -> list[Device]:
 
     Raises:
       TypeError: if `spec` is not a string.
-      ValueError: if there is no such topology, or this process has fewer CPU devices.
+      ValueError: if the topology is unknown, or this process has fewer CPU devices.
       ImportError: if the compiler of the platform is not installed.
     """
     if not isinstance(spec, str):

@@ -1,7 +1,7 @@
 """The runtime: executes an instruction list by asynchronous dispatches.
 
-If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
-without parts of its own.
+If several processes run the program, each executes the whole list. Programs on devices of other processes return
+arrays that have no local parts.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Sends changes: of packed words that their receiver keeps, only those that differ from the last ones sent, with positions.
+"""Sends changes: only the packed words which differ from the last ones sent, with their positions; the receiver has the rest.
 
 All values of a Move form one vector of words. The host reads how many words changed, so it waits for the program that makes
 them. The copies at both ends are not part of the state: after a start, a resume or an error, all words are sent.
@@ -23,13 +23,13 @@ _WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
 
 @dataclass
 class DeltaStats:
-    """What a Move has sent so far.
+    """The amount that a Move has sent so far.
 
     Attributes:
       exchanges: number of exchanges.
       whole: number of exchanges in which all words were sent.
       words: number of words.
-      changed: number of words that changed, summed over the exchanges that compared them.
+      changed: number of changed words, summed over the exchanges that compared them.
       compared: number of exchanges that compared them.
       nbytes: bytes received by each device.
     """

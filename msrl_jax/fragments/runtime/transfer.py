@@ -82,7 +82,7 @@ def crossing(
 
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Makes a local array global: every process places the parts of its own devices."""
+    """Makes a local array global: every process places the parts of its devices."""
     x = x if is_key(x) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
 

@@ -1,6 +1,6 @@
 """How JAX starts: on virtual CPU devices, with XLA programs of earlier starts from disk; and compiling in other threads.
 
-On disk is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
+On disk is JAX's persistent compilation cache, in the user's cache folder; it is on unless JAX already has a cache. The
 environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX never replaces an incomplete file. It can bound the folder's
 size, but then every reading takes a lock, and a process that is killed while it writes ends all later writing. So incomplete
 files and the least recently used ones are removed here, at the start of a process.
@@ -88,7 +88,7 @@ def machine() -> str:
 def on_disk() -> Iterator[None]:
     """Stores compiled programs on disk within the context, unless JAX already has a cache or the user wants none.
 
-    If there is no writable folder, warns once and continues without a cache.
+    If no folder is writable, warns once and continues without a cache.
     """
     import jax
 

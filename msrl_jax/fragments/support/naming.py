@@ -70,7 +70,7 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
       is_made: whether it may be a function whose annotation says that it makes one.
 
     Raises:
-      ValueError: if there is no such object, if it does not fit, if it is in the standard library, or if MODULE is a file.
+      ValueError: if the object does not exist, if it does not fit, if it is in the standard library, or if MODULE is a file.
     """
     check_no_file(kind, path)
     module, _, name = path.partition(":")

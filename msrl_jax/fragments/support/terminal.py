@@ -77,7 +77,7 @@ def progress_stream() -> TolerantStream:
 
 
 def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns  # 100 if there is no terminal
+    return shutil.get_terminal_size((100, 24)).columns  # 100 without a terminal
 
 
 def significant(value: float) -> str:

@@ -73,11 +73,11 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
 def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:
     """Raises ValueError if a file cannot be written there, or has none of these suffixes; call it before making the file."""
     if path.suffix.lower() not in suffixes:
-        raise ValueError(f"the {what} {path}: name a file that ends in {' or '.join(suffixes)}")
+        raise ValueError(f"the {what} {path} must end in {' or '.join(suffixes)}; change its suffix")
     if path.is_dir():
         raise ValueError(f"the {what} {path} is a folder; name a file")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"the {what} {path}: there is no folder {path.absolute().parent}; make it first")
+        raise ValueError(f"the {what} {path}: the folder {path.absolute().parent} does not exist; create it first")
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
@@ -95,29 +95,29 @@ def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, RO
     """Raises RunFolderError if `path` holds a run (some of these files) or other files; hidden files do not count."""
     if taken := [name for name in files if (path / name).exists()]:
         raise RunFolderError(
-            f"the folder {path} already holds a {what} ({taken[0]}); go on with it (resume=True, or --resume), name another "
+            f"the folder {path} already holds a {what} ({taken[0]}); resume it (resume=True, or --resume), choose another "
             "folder, or delete it first"
         )
     if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
         some = ", ".join(others[:3])
-        raise RunFolderError(f"the folder {path} holds other files, no {what} ({some}); name a new or empty folder")
+        raise RunFolderError(f"the folder {path} holds files that are not of a {what} ({some}); choose a new or empty folder")
 
 
 def check_links(path: Path, names: Sequence[str]) -> None:
     """Raises RunFolderError if one of these names in a folder is a symbolic link, which would redirect writes and deletions."""
     if links := [path / name for name in names if (path / name).is_symlink()]:
-        raise RunFolderError(f"{links[0]} is a link, and what is written there would change other files; put it there itself")
+        raise RunFolderError(f"{links[0]} is a symbolic link, so writing there would change other files; replace it by a copy")
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder and locks it against other processes; the system releases the lock when the process ends."""
     if path.exists() and not path.is_dir():
-        raise RunFolderError(f"{path} is a file; name a folder for the run")
+        raise RunFolderError(f"{path} is a file; choose a folder for the run")
     saved = [f"{CHECKPOINTS}/{each.name}" for each in (path / CHECKPOINTS).glob("*")]
     check_links(path, (*_WRITTEN, ROWS, CHECKPOINTS, *saved))
     if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
-        raise RunFolderError(f"{folders[0]} is a folder, where a run has a file; move it away, or name another folder")
+        raise RunFolderError(f"{folders[0]} is a folder, but the run needs a file there; move it, or choose another folder")
     new = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK

@@ -79,7 +79,7 @@ def holds_run(path: Path) -> bool:
 def read_description(path: Path) -> dict[str, Any]:
     """Reads `config.json`; raises RunFolderError if the folder holds no run, a damaged one, or one of another version."""
     if not path.is_dir():
-        raise RunFolderError(f"there is no folder {path}; name the folder of a run")
+        raise RunFolderError(f"the folder {path} does not exist; give the folder of a run")
     file = path / folder.CONFIG
     content = folder.read_json(file)
     found = content.get("format") if isinstance(content, dict) else None
@@ -109,11 +109,11 @@ def choose(path: Path, which: Any) -> Checkpoint:
         checkpoint.verify(chosen)
     if chosen is None:
         has = ", ".join(str(c.iteration) for c in reversed(found))
-        why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
+        why = "none is complete. A run writes its first checkpoint after a minute (checkpoint_every)"
         if found and which == "best":
             why = (
-                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had "
-                "ended in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+                f"none of those after iterations {has} has a score: none was evaluated (eval_every), no training episode had "
+                "ended, or returns do not rank agents (teams that oppose each other); use 'newest'"
             )
         elif found:
             why = f"those after iterations {has} are complete"
@@ -122,7 +122,7 @@ def choose(path: Path, which: Any) -> Checkpoint:
 
 
 def open_run(path: Path) -> Saved:
-    """Reads the settings of a run, and finds its newest intact checkpoint; raises RunFolderError if there is no such run."""
+    """Reads the settings of a run, and finds its newest intact checkpoint; raises RunFolderError if the run does not exist."""
     description, found = read_description(path), checkpoint.newest(path, _note)
     if found is None and (path / folder.SUMMARY).exists():
         raise CheckpointError(
@@ -164,7 +164,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     same = depths == program.registers
     if not same:
         old, new = (max(each.values(), default=0) for each in (depths, program.registers))
-        now = f"and are now {new}: the run goes on from its newest parameters"
+        now = f"and are now {new}: the run resumes from its newest parameters"
         _note(f"the parameters of the actors were {old} iterations old, {now}")
     to = [*to, *(register_places if same else [to[i] for i in held])]
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
@@ -209,10 +209,10 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
         return
     what = " and ".join(["the learning rate"] * bool(falls) + [beta] * bool(rises) + list(own))
     if falls and rate is not None:
-        text = f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
+        text = f": it continues from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
     _note(
-        f"total_steps changes from {was:,} to {now:,}, over which {what} changes: the schedule now spans the new number{text}. "
-        f"A run of {now:,} steps from the start would differ"
+        f"total_steps changes from {was:,} to {now:,}, which rescales the schedule of {what}{text}. "
+        f"A new run of {now:,} steps would give another result"
     )
 
 
@@ -268,7 +268,7 @@ def complete(result: Result, path: Path, error: OSError | None) -> Result:
         if error is not None:
             raise error
         if not (path / folder.CONFIG).exists():
-            raise FileNotFoundError(f"its {folder.CONFIG} is gone")
+            raise FileNotFoundError(f"its {folder.CONFIG} was deleted")
         finish(result, path)
         return result
     except OSError as problem:
@@ -292,7 +292,7 @@ def complete(result: Result, path: Path, error: OSError | None) -> Result:
 def check_saved(result: Result) -> Result:
     """Returns the result; raises NotSavedError if its run is not in its own folder, from which others read it."""
     if result.save_error:
-        raise NotSavedError(f"a run could not be saved: {result.save_error}; make room, and go on with what is saved")
+        raise NotSavedError(f"a run could not be saved: {result.save_error}; free disk space, then resume the saved part")
     return result
 
 

@@ -65,11 +65,11 @@ class Behavior:
         """Returns the probabilities of discrete actions, or of the values of each integer in an action."""
         if self.agent.is_recurrent:
             raise ValueError(
-                "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
+                "the probabilities of a recurrent agent depend on earlier observations, not on one alone; sample its "
                 "actions with act_with_carry"
             )
         if self.agent.probabilities is None:
-            raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
+            raise ValueError("the policy of this agent is not categorical, so actions have no probabilities; use act")
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
     def batched(self, obs: Any) -> tuple[Any, bool]:
@@ -77,10 +77,10 @@ class Behavior:
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
             raise ValueError(
-                f"{env_name(self.env)} names its legal actions; give them with the observation: "
+                f"{env_name(self.env)} has an action mask; pass it with the observation: "
                 "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
                 if isinstance(kind, MaskedObservation)
-                else f"{env_name(self.env)} names no legal actions; give the observation without an action_mask"
+                else f"{env_name(self.env)} has no action mask; pass the observation without one"
             )
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(obs)):
             raise TypeError(
@@ -336,6 +336,6 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
 
     fits = MemoryCheckedJit(
         jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
-        "Play fewer episodes; several evaluations with other seeds play as many in less memory",
+        "Play fewer episodes; several evaluations with other seeds need less memory for the same number",
     )  # fmt: skip
     return Evaluator(behavior, fits, copies)

@@ -119,7 +119,7 @@ def stack_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, np.nd
 
 
 def final(history: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Returns the mean of a column over the last tenth of training; nan if there is no such column."""
+    """Returns the mean of a column over the last tenth of training; nan if the column does not exist."""
     return last_mean(history[name]) if name in history else np.array(np.nan)
 
 

@@ -26,7 +26,7 @@ from msrl_jax.run.evaluation.history import SKIPPED
 
 # Columns that a run adds to the metrics of its algorithm.
 RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
-UNRANKED = "the return is the sum over teams or players that oppose each other, and does not tell which member is better"
+UNRANKED = "the return is a sum over opposing teams or players, so it does not rank members"
 
 _ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of values that actors, environments and buffers compute
 
@@ -43,8 +43,8 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
     agent = build(config)
     note = (
         f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
-        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, it should be declared "
-        "with field and not with tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
+        "as arrays. If the algorithm branches on such a field in Python or converts it to a Python number, use jnp.where "
+        "instead, or declare the field with field and not with tunable; members can then not differ in it."
     )
 
     def of(numbers: Mapping[str, jax.Array]) -> Agent:

@@ -96,7 +96,7 @@ class PBT:
             if name not in tunable:
                 fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
                 if name in all_fields(base):
-                    fact = f"{name} of {kind} changes shapes or branches of the program"
+                    fact = f"{name} of {kind} changes the shapes or control flow of the program"
                 elif name in all_fields(type(base)):
                     fact = f"{name} belongs to an option that this {kind} does not use"
                 raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
@@ -105,15 +105,15 @@ class PBT:
             several = np.ndim(value) == 1 if isinstance(value, list | tuple | range | np.ndarray | jax.Array) else False
             if name in self.search and not (several and len(value) == self.members):
                 raise ValueError(
-                    f"{name}={shown(value)}: PBT.search changes it; leave it out, or give the {self.members} initial values of "
-                    "the members"
+                    f"{name}={shown(value)}: PBT.search sets this field; leave it out, or give an initial value for each "
+                    f"of the {self.members} members"
                 )
             if name in self.search:
                 self._check_initial(name, value)
             elif name in tunable and several:
                 raise ValueError(
-                    f"{name}={shown(value)}: members differ in it, but PBT.search does not name it; add it there, or give one "
-                    "number"
+                    f"{name}={shown(value)}: this field has several values, but is not in PBT.search; add it there, or give "
+                    "one number"
                 )
         for name, distribution in self.search.items():
             for value in distribution.numbers:
@@ -131,8 +131,8 @@ class PBT:
             value = np.float32(given)  # the dtype that members use
             if not options.min() <= value <= options.max() or (distribution.kind == "choice" and value not in options):
                 raise ValueError(
-                    f"{name}={value:g} of member {member} does not lie in PBT.search, {distribution}; give an initial value "
-                    "that does, or a wider range"
+                    f"{name}={value:g} of member {member} is outside PBT.search, {distribution}; give an initial value "
+                    "inside it, or a wider range"
                 )
 
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
@@ -187,7 +187,7 @@ def _distribution(name: str, value: Any) -> Distribution:
     value = param_distributions.parse(what, value) if isinstance(value, str) else value
     if not isinstance(value, Distribution):
         raise ValueError(
-            f"{what}={shown(value)} is no distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
+            f"{what}={shown(value)} is not a distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
             "choice([...])"
         )
     if any(isinstance(x, Ramp) for x in value.numbers):
@@ -195,7 +195,7 @@ def _distribution(name: str, value: Any) -> Distribution:
     param_distributions.cast(what, value, _NUMBER)
     options = tuple(sorted({float(x) for x in value.numbers})) if value.kind == "choice" else tuple(map(float, value.numbers))
     if options[0] == options[-1]:
-        raise ValueError(f"{what}={value} has one value only; give it to train as {name}={options[0]:g}")
+        raise ValueError(f"{what}={value} has only one value; pass it to train as {name}={options[0]:g}")
     return Distribution(value.kind, options)
 
 
@@ -280,8 +280,8 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
         raise ValueError(f"pbt: {UNRANKED}; train without pbt, or with rank_by= a metric of the environment")
     if rank_by != "return" and agent.unit == "updates":
         raise ValueError(
-            f"pbt: rank_by={rank_by!r} is a metric of episodes, and an agent that learns from data alone plays none in "
-            "training; leave it out, and the validation loss ranks the members"
+            f"pbt: rank_by={rank_by!r} is a metric of episodes, but offline training plays no episodes; leave rank_by out to "
+            "rank members by their validation loss"
         )
     order = jnp.arange(pbt.members, dtype=jnp.int32)
     # Every device knows when an exploit is due; until then, everything else stays with its member.
@@ -343,6 +343,6 @@ def _score(agent: Agent, metrics: Metrics, rank_by: str) -> Mean:
         assert isinstance(score, Mean)
         return score
     if "validation_loss" not in metrics:
-        raise ValueError("pbt: no data are held out to compare the members; train with a validation_fraction above 0")
+        raise ValueError("pbt ranks offline members by their validation loss; train with a validation_fraction above 0")
     loss: Any = metrics["validation_loss"]
     return Mean(-loss.total, loss.count) if isinstance(loss, Mean) else Mean(-loss, jnp.ones_like(loss))

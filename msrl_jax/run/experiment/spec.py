@@ -229,8 +229,8 @@ class Experiment:
         check_learns(self.behavior.agent, iterations * each)
         if self.pbt is not None and iterations < self.pbt.every:
             raise ValueError(
-                f"PBT.every={self.pbt.every}: the run has {iterations} iterations, so nobody would ever copy; use fewer, or a "
-                f"larger total_steps (an iteration has {each})"
+                f"PBT.every={self.pbt.every}: the run has only {iterations} iterations, so the population would never evolve; "
+                f"use a smaller every, or a larger total_steps (an iteration has {each})"
             )
 
     def initial_state(self) -> Any:
@@ -325,12 +325,12 @@ class Experiment:
             check_trust(where, {name: text for name, text in code_of_run(given).items() if name not in own}, trust)
             named: Any = given["env_spec"] if env is None else env
             if named is None:
-                raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
+                raise RunFolderError(f"{where} has an environment object ({given['env']}); pass it again: env=...")
             if env is None and not isinstance(named, str):
-                raise TypeError(f"env_spec is {named!r}, which is no text")
+                raise TypeError(f"env_spec is {named!r}, which is not text")
             was = given["env_params"]
             if isinstance(was, str) and env_params is None:
-                raise RunFolderError(f"{where} draws parameters of its environment by a {was}; give it again: env_params=...")
+                raise RunFolderError(f"{where} draws its env_params with a {was}; pass it again: env_params=...")
             fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
             if unknown := objects.keys() - fields:
                 name = min(unknown)
@@ -339,7 +339,7 @@ class Experiment:
             for name, held in fields.items():
                 if isinstance(held, Mapping) and held.keys() == {"object"}:
                     article = "an" if name[0] in "aeiou" else "a"
-                    raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); give it again: {name}=...")
+                    raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); pass it again: {name}=...")
             if data is not None:
                 fields["data"] = data
             elif fields.get("data") is not None:  # check the rest of the config without a data set
@@ -379,8 +379,8 @@ def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping
     if 0 in lengths.values() or len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise ValueError(
-            f"{counts} values; give all of these fields equally many values, at least one: the first ones are one setting, the "
-            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
+            f"{counts} values; give each of these fields the same number of values, at least one. The first values are one "
+            "setting, the second ones the next; msrl.sweep(..., method='grid') tries all combinations"
         )
     for i, values in enumerate(zip(*settings.values(), strict=True)):
         setting = dict(zip(settings, values, strict=True))

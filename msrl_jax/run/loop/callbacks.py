@@ -103,7 +103,7 @@ class Callbacks:
         values, self._values = self._values, None
         digest = "" if values is None else hashlib.sha256(repr(jax.tree.leaves_with_path(values)).encode()).hexdigest()
         if len(set(processes.gathered(digest))) > 1:
-            raise ValueError("the processes of the run called tick.set_env_params with different values; call it alike in all")
+            raise ValueError("the processes of the run called tick.set_env_params with different values; use the same in all")
         if values is None:
             return
 
@@ -137,8 +137,8 @@ def _answer(function: Callback, tick: Tick) -> bool:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             name = getattr(function, "__qualname__", type(function).__qualname__)
             raise ValueError(
-                f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, with which the run goes "
-                "on; give away a copy: jax.tree.map(jnp.copy, tick.state)"
+                f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, which the run still "
+                "needs; donate a copy: jax.tree.map(jnp.copy, tick.state)"
             )
     return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
@@ -147,7 +147,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     """Returns the callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
         given = f"[{shown(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
-        raise TypeError(f"callbacks={shown(callbacks)} is no sequence; write callbacks={given}")
+        raise TypeError(f"callbacks={shown(callbacks)} is not a sequence; write callbacks={given}")
     callbacks = tuple(callbacks)
     for i, callback in enumerate(callbacks):
         if isinstance(callback, type) or (not callable(callback) and not is_hook(callback)):

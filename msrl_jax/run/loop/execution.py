@@ -76,4 +76,4 @@ class InProcess:
 
 
 EXECUTIONS: Registry[Callable[[Any], Execution]] = Registry("executions")
-"""What rooms add: by an argument of `train`, a function from its value to the execution of the run."""
+"""The executions of rooms: for an argument of `train`, a function from its value to the execution of the run."""

@@ -28,7 +28,7 @@ MOST_SKIPPED = 100  # with `guard="skip"`, a run ends after this many consecutiv
 MOST_ROLLBACKS = 5  # the maximum number of rollbacks; after that, the run diverges
 
 CAUSES = (
-    "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
+    "Usual causes: the learning rate is too high, rewards need normalize_rewards=True, or the environment returns nan "
     "or an observation without a legal action"
 )
 
@@ -46,7 +46,7 @@ class Finding:
     replay: Path | None = None  # the file with which `msrl-jax replay` repeats that step
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
-        """Describes the finding in a sentence; `settings` are those of the members of the run."""
+        """Describes the finding for an error message; `settings` are those of the members of the run."""
         what = repr(self.metric) if self.metric else f"state{self.leaf}"
         who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
         if self.failure is None:
@@ -160,7 +160,7 @@ class Guard:
         if self._kept is None and self._begin == 0 and self._first_bad:
             leaf = self._first_bad[0]
             who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
-            note = f"{who} numbers that are not finite: state{leaf} of the initial state"
+            note = f"{who} non-finite values: state{leaf} of the initial state"
             return dataclasses.replace(finding, leaf=leaf, note=note)
         for explain in EXPLANATIONS.values():
             finding = explain(run, finding, self)
@@ -168,7 +168,7 @@ class Guard:
 
 
 EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("explanations")
-"""What rooms add: functions that complete a finding, by its `failure` and `replay`, or a `note` why there is none."""
+"""The explanations of rooms: functions that add `failure` and `replay` to a finding, or a `note` on why they are unknown."""
 
 
 class Divergence:

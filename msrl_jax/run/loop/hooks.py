@@ -162,7 +162,7 @@ def recorded(
     if saved is not None:
         done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
         if done is None and record is not None:
-            raise ValueError(f"record={str(record)!r}: the run in {saved.path} is not recorded from its start; leave it out")
+            raise ValueError(f"record={str(record)!r}: the run in {saved.path} was not recorded from its start; omit it")
         was = saved.description["record"]
         if record is None:
             record = None if was is None else Path(was)
@@ -173,9 +173,9 @@ def recorded(
         return experiment, None, most
     agent = experiment.behavior.agent
     if agent.unit != "environment steps":
-        raise ValueError(f"record={str(record)!r}: {experiment.name} takes no environment steps; leave it out")
+        raise ValueError(f"record={str(record)!r}: {experiment.name} takes no environment steps; omit it")
     if getattr(innermost(jax.eval_shape(agent.init, jax.random.key(0))), "env_state", None) == ():
-        raise ValueError(f"record={str(record)!r}: {experiment.name} keeps no environments between iterations; leave it out")
+        raise ValueError(f"record={str(record)!r}: {experiment.name} keeps no environments between iterations; omit it")
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
         size = bytes_per_step(experiment.environment) * agent.steps_per_iteration * experiment.members
@@ -206,7 +206,7 @@ class Rows:
             self.error = None
         except OSError as error:
             if self.error is None:
-                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", folder.SaveWarning, stacklevel=2)
+                warnings.warn(f"the run continues with its metrics in memory: {error}", folder.SaveWarning, stacklevel=2)
             self.error = error
 
     def after(self, run: Run) -> None:
@@ -296,7 +296,7 @@ class Checkpoints:
 
     def _failed(self, run: Run, error: OSError) -> None:
         self.error, self._best = error, self._best_saved(run)
-        warnings.warn(f"the run goes on without a new checkpoint: {error}", folder.SaveWarning, stacklevel=3)
+        warnings.warn(f"the run continues without a new checkpoint: {error}", folder.SaveWarning, stacklevel=3)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk; notes an error."""
@@ -316,7 +316,7 @@ class Checkpoints:
 
 
 def score(run: Run) -> float | None:
-    """Returns the score by which the best checkpoint is kept; higher is better. None if there is no score."""
+    """Returns the score by which the best checkpoint is kept; higher is better. None if no score is known."""
     by, is_offline = run.experiment.rank_by, run.experiment.behavior.agent.unit == "updates"
     if not run.experiment.is_ranked or not run.rows:
         return None

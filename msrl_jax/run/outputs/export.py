@@ -70,7 +70,7 @@ def export(
       The path of the file.
 
     Raises:
-      ValueError: if the suffix is unknown, there is no such folder or member, or the format cannot express the policy.
+      ValueError: if the suffix is unknown, the folder or member does not exist, or the format cannot express the policy.
     """
     number = result.member(member)
     about = {key: result.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
@@ -86,7 +86,7 @@ def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
     leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
-        raise ValueError("the memory of this agent does not begin with zeros, so a caller could not start an episode")
+        raise ValueError("export needs an agent whose initial carry is all zeros, so that callers can start an episode")
     observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
     memories = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
@@ -121,7 +121,7 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
     check_target("file", path, tuple(_FORMATS))
     suffix = path.suffix.lower()
     if suffix == ".onnx" and "key" in policy.inputs:
-        raise ValueError("ONNX has no random numbers that a key decides; export a policy that samples as .jaxexport")
+        raise ValueError("ONNX cannot sample with a key; export a sampling policy as .jaxexport")
     size: Any = jax.export.symbolic_shape("B")[0] if batch is None else whole("batch", batch)
     inputs = policy.batched(size)
     try:
@@ -130,7 +130,7 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
         if batch is not None:
             raise
         raise ValueError(
-            f"the policy cannot be traced for any number of observations ({_first_line(error)}); give one, such as batch=1"
+            f"the policy cannot be traced for an arbitrary batch size ({_first_line(error)}); give one, such as batch=1"
         ) from error
     text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
     content = _FORMATS[suffix](policy, inputs, list(outputs), text)

@@ -70,7 +70,7 @@ class Video:
         """Writes a file in the format of its suffix: `.gif`, `.mp4`, or `.html`, a self-contained page with a player.
 
         Raises:
-          ValueError: if the suffix is unknown, there is no such folder, or imageio-ffmpeg, which writes MP4, is missing.
+          ValueError: if the suffix is unknown, the folder does not exist, or imageio-ffmpeg, which writes MP4, is missing.
         """
         check_file(path)
         with replacing(path) as partial:
@@ -170,7 +170,7 @@ class Filming:
     def before(self, run: Run) -> None:
         """Notes where the chunk begins; rejects a run without a folder, or whose environment cannot be rendered."""
         if run.path is None:
-            raise ValueError("films of a run are kept in its folder; give it one, train(..., out=FOLDER)")
+            raise ValueError("videos of a run are written to its folder; give it one, train(..., out=FOLDER)")
         if not hasattr(env := run.experiment.behavior.env, "film"):
             _drawing(env)
         self._from = run.step

@@ -27,7 +27,7 @@ OFTEN = {  # the others are slow to compile
 }  # fmt: skip
 TEAMS = ("Cleaner-v0", "Connector-v3", "JobShop-v0", "LevelBasedForaging-v0", "MMST-v0", "MultiCVRP-v0", "RobotWarehouse-v0",
          "SearchAndRescue-v0")  # fmt: skip
-BROKEN = {"swimmer": r"brax:swimmer fails in its own step, .* JAX .*: clip\(\) got an unexpected keyword argument 'a_min'"}
+BROKEN = {"swimmer": r"brax:swimmer fails in its step, .* JAX .*: clip\(\) got an unexpected keyword argument 'a_min'"}
 """Environments that do not work with the JAX that is installed, and what they say."""
 FETCHED = ("Sokoban-v0",)
 """Environments that download what they need, as do all of Playground's but those of the DeepMind Control Suite."""

@@ -177,7 +177,7 @@ def test_a_finished_run_is_only_read(copy, capfd):
 @pytest.mark.long
 def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     with pytest.warns(
-        ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00225, after 0\.0015"
+        ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*continues from 0\.00225, after 0\.0015"
     ):
         result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], eval_episodes=0, progress=False)
     assert result.history["iteration"][-1] == 24 and result.experiment.total_steps == 1536
@@ -196,7 +196,7 @@ def test_an_environment_object_must_be_given_again(tmp_path, tiny, one_device):
     assert_same_state(loaded.state, run.state)
     assert loaded.evaluation is None
     with pytest.raises(
-        RunFolderError, match=r"has the environment Lottery\(short=2, long=3.*cannot go on with Lottery\(short=2, long=4"
+        RunFolderError, match=r"has the environment Lottery\(short=2, long=3.*cannot resume with Lottery\(short=2, long=4"
     ):
         msrl.train(resume=path, env=Lottery(short=2, long=4), **options)
     assert msrl.train(resume=path, env=Lottery(short=2, long=3), **options).status == "finished"
@@ -211,7 +211,7 @@ def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
         num_updates=2, batch_size=16, hidden_sizes=(8,), **options,
     )  # fmt: skip
     moved = data.rename(tmp_path / "moved.npz")
-    with pytest.raises(RunFolderError, match=r"data set of the run in .*run cannot be read: there is no file .*data\.npz"):
+    with pytest.raises(RunFolderError, match=r"the run in .*run cannot be read: the file .*data\.npz does not exist"):
         msrl.train(resume=path, progress=False)
     other = msrl.data.load(moved).select(slice(0, 100))
     with pytest.raises(RunFolderError, match=r"the given data set is not the data set of the run .* its content differs"):

@@ -27,13 +27,13 @@ from tests.support.full_disk import no_file_above
 from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
 CONFLICTS = [
-    ({"algo": "dqn"}, r"has algo='ppo', and cannot go on with algo='dqn'"),
+    ({"algo": "dqn"}, r"has algo='ppo', and cannot resume with algo='dqn'"),
     ({"env": "Acrobot-v1"}, r"has env='CartPole-v1:max_steps_in_episode=30'.* env='Acrobot-v1'"),
-    ({"seed": 6}, r"has seed=5, and cannot go on with seed=6"),
-    ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
-    ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot go on with max_grad_norm=None"),
-    ({"data": "x.npz"}, r"has no data set"),
-    ({"total_steps": 100}, r"has done 384 steps already; give more"),
+    ({"seed": 6}, r"has seed=5, and cannot resume with seed=6"),
+    ({"num_envs": 16}, r"has num_envs=8, and cannot resume with num_envs=16; leave num_envs out"),
+    ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot resume with max_grad_norm=None"),
+    ({"data": "x.npz"}, r"was trained without a data set"),
+    ({"total_steps": 100}, r"has done 384 steps already; use a larger"),
     ({"record": "x.npz"}, r"not recorded from its start"),
     ({"out": "elsewhere"}, r"are two folders"),
 ]
@@ -45,7 +45,7 @@ def test_a_rounded_number_is_the_one_that_was_saved(copy):
     goes_on = msrl.train(resume=copy, learning_rate=np.float32(0.003), **options)
     assert goes_on.config.learning_rate == 0.003 and goes_on.status == "finished"
     assert msrl.train(resume=copy, learning_rate=jax.numpy.float32(0.003), **options).config == goes_on.config
-    with pytest.raises(RunFolderError, match=r"has learning_rate=0\.003, and cannot go on with learning_rate="):
+    with pytest.raises(RunFolderError, match=r"has learning_rate=0\.003, and cannot resume with learning_rate="):
         msrl.train(resume=copy, learning_rate=np.nextafter(np.float32(0.003), np.float32(1)), **options)
 
 
@@ -174,7 +174,7 @@ def test_a_folder_in_place_of_a_file_is_told_before_anything_is_written(name, co
     (copy / name).unlink(missing_ok=True)
     (copy / name).mkdir()
     before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
-    with pytest.raises(RunFolderError, match=rf"{name} is a folder, where a run has a file; move it away"):
+    with pytest.raises(RunFolderError, match=rf"{name} is a folder, but the run needs a file there; move it"):
         msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResumeWarning)  # a summary is left out
@@ -208,10 +208,10 @@ def test_the_status_tells_whether_a_checkpoint_is_the_newest(copy):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    for resume, message in [(tmp_path / "none", "there is no folder"), (tmp_path, r"holds no run: config\.json is missing")]:
+    for resume, message in [(tmp_path / "none", "does not exist; give"), (tmp_path, r"holds no run: config\.json is missing")]:
         with pytest.raises(RunFolderError, match=message):
             msrl.train(resume=resume, progress=False)
-    with pytest.raises(ValueError, match=r"resume=True goes on with the run in out"):
+    with pytest.raises(ValueError, match=r"resume=True needs the folder of the run"):
         msrl.train(resume=True, progress=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -219,7 +219,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.parametrize(("name", "resume"), [("sweep.json", False), ("thesis.tex", True)])
 def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(RunFolderError, match=rf"holds other files, no run \({name}\); name a new or empty folder"):
+    with pytest.raises(RunFolderError, match=rf"holds files that are not of a run \({name}\); choose a new or empty folder"):
         msrl.train(out=tmp_path, resume=resume, total_steps=64, progress=False, **tiny)
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
@@ -365,8 +365,8 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     with pytest.warns(SaveWarning) as caught:
         result = train("ppo", path, devices=1, iterations=6, callbacks=[spoil], chunk=1, eval_episodes=0)
     texts = [str(w.message) for w in caught]
-    assert sum("metrics are kept in memory, and the run goes on" in t for t in texts) == 1
-    assert any("goes on without a new checkpoint" in t for t in texts)
+    assert sum("the run continues with its metrics in memory" in t for t in texts) == 1
+    assert any("continues without a new checkpoint" in t for t in texts)
     assert any(f"could not be saved in {path} (" in t and f"it is saved in {result.folder}" in t for t in texts)
     assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
     assert str(path) in result.save_error and result.summary()["save_error"] == result.save_error
@@ -440,7 +440,7 @@ def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_
     monkeypatch.setattr(f"msrl_jax.run.disk.{full}", no_space)
     with pytest.raises(RuntimeError, match="of a callback"), pytest.warns(SaveWarning) as caught:
         train("ppo", tmp_path / "run", devices=1, iterations=2, callbacks=[failing], chunk=1, eval_episodes=0)
-    assert re.search("ends with an error, and could not be saved: .*No space left", str(caught[-1].message))
+    assert re.search("ended with an error, and could not be saved: .*No space left", str(caught[-1].message))
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy, capsys):
@@ -449,7 +449,7 @@ def test_bad_folders_are_one_line_on_the_command_line(copy, capsys):
         (["train", "--out", copy, "--resume"], "config.json is damaged"),
         (["train", "--resume"], "--resume needs --out"),
         (["evaluate", copy], "config.json is damaged"),
-        (["train", "--out", copy], "already holds a run (config.json); go on with it (resume=True, or --resume)"),
+        (["train", "--out", copy], "already holds a run (config.json); resume it (resume=True, or --resume)"),
     ]:
         assert cli.main([str(word) for word in arguments]) == 2
         out, err = capsys.readouterr()

@@ -224,9 +224,9 @@ def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(ho
         ({"exploit": "truncate"}, "PBT.exploit='truncate' (did you mean 'truncation'?); use one of truncation, tournament"),
         ({"fraction": 0.6}, "PBT.fraction=0.6: use a number above 0 and at most 0.5"),
         ({"resample_probability": 0}, "PBT.resample_probability=0: use a number above 0 and at most 1"),
-        ({"search": {"learning_rate": 1e-3}}, "PBT.search['learning_rate']=0.001 is no distribution; use msrl.envs.uniform"),
+        ({"search": {"learning_rate": 1e-3}}, "PBT.search['learning_rate']=0.001 is not a distribution; use msrl.envs.uniform"),
         ({"search": {"learning_rate": envs.log_uniform(0, 1)}}, "use low <= high above 0"),
-        ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has one value only; give it to train as learning_rate"),
+        ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has only one value; pass it to train as learning_rate"),
         ({"search": {"learning_rate": envs.uniform(1e-4, envs.ramp(1e-3, 1, 10))}}, "a range cannot follow a ramp"),
     ],
 )  # fmt: skip
@@ -242,13 +242,13 @@ def searching(**fields):
 @pytest.mark.parametrize(
     ("env", "options", "message"),
     [
-        (ENV, searching(num_envs=RATE), "num_envs of PPO changes shapes or branches of the program; it can search"),
+        (ENV, searching(num_envs=RATE), "num_envs of PPO changes the shapes or control flow of the program; it can search"),
         (ENV, searching(discount="uniform:0.9:1.5"), "PBT.search: discount=1.5 of discount=uniform(0.9, 1.5): PPO.discount"),
         (ENV, {"pbt": {"serch": SEARCH}}, "pbt has no field 'serch' (did you mean 'search'?); its fields are search, members"),
         (ENV, {"pbt": EIGHT, "seeds": 2}, "seeds=2: the members of a population have the seeds from seed on; give pbt members"),
         (ENV, {"pbt": EIGHT, "chunk": 3}, "chunk=3 does not divide PBT.every=2"),
-        (ENV, {"pbt": EIGHT, "learning_rate": 1e-3}, "learning_rate=0.001: PBT.search changes it; leave it out, or give the 8"),
-        (ENV, {"pbt": EIGHT, "discount": [0.9] * 8}, "members differ in it, but PBT.search does not name it; add it there"),
+        (ENV, {"pbt": EIGHT, "learning_rate": 1e-3}, "learning_rate=0.001: PBT.search sets this field; leave it out"),
+        (ENV, {"pbt": EIGHT, "discount": [0.9] * 8}, "this field has several values, but is not in PBT.search; add it there"),
         ("gymnasium:CartPole-v1", {"pbt": EIGHT}, "pbt with members=8: members share a program, but"),
         (ENV, {"pbt": 7}, "pbt=7: give msrl.PBT(search=..., members=..., every=...)"),
     ],

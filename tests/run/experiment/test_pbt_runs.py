@@ -86,7 +86,7 @@ def test_a_run_of_a_population_is_read_again(trained):
 def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
     first = train(chunk=1, seed=7, out=tmp_path / "run", callbacks=[stop_after(7)])
     assert first.history["iteration"][-1] == 7
-    with pytest.raises(RunFolderError, match=r"has pbt=.*cannot go on with pbt="):
+    with pytest.raises(RunFolderError, match=r"has pbt=.*cannot resume with pbt="):
         train(resume=tmp_path / "run", pbt=dataclasses.replace(FOUR, every=4))
     assert_same_run(msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], progress=False), trained)
 
@@ -100,8 +100,8 @@ def test_initial_values_may_be_given():
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        (envs.log_uniform(1e-3, 3e-3), r"learning_rate=0.004 of member 3 does not lie in PBT.search, log_uniform"),
-        (envs.choice([1e-3, 2e-3, 4e-3]), r"learning_rate=0.003 of member 2 does not lie in PBT.search, choice"),
+        (envs.log_uniform(1e-3, 3e-3), r"learning_rate=0.004 of member 3 is outside PBT.search, log_uniform"),
+        (envs.choice([1e-3, 2e-3, 4e-3]), r"learning_rate=0.003 of member 2 is outside PBT.search, choice"),
     ],
     ids=["range", "options"],
 )
@@ -157,7 +157,7 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
         validation_fraction=validation_fraction, eval_episodes=0, chunk=2, devices=jax.devices()[:1], progress=False,
     )  # fmt: skip
     if not validation_fraction:
-        with pytest.raises(ValueError, match="pbt: no data are held out to compare the members; train with"):
+        with pytest.raises(ValueError, match="pbt ranks offline members by their validation loss; train with"):
             run()
         return
     result = run()

@@ -21,7 +21,7 @@ from tests.support.random_walk import RandomWalk
         ({"algorithm": type("Sub", (PPO,), {})()}, "Sub is a subclass of the config PPO"),
         ({"settings": {"learning_rat": (1e-3, 1e-2)}}, "has 'learning_rat'; members of PPO can differ in learning_rate"),
         ({"settings": {"learning_rate": (1e-3, -1e-2)}}, r"PPO\.learning_rate=-0\.01: use a finite number above 0"),
-        ({"settings": {"learning_rate": (1e-3,), "discount": (0.9, 0.99)}}, "equally many values"),
+        ({"settings": {"learning_rate": (1e-3,), "discount": (0.9, 0.99)}}, "the same number of values"),
         ({"guard": "skp"}, r"guard='skp' \(did you mean 'skip'\?\)"),
         ({"seed": 2**33}, "a seed has 32 bits"),
         ({"total_steps": "512"}, "total_steps='512': use an integer"),

@@ -118,7 +118,7 @@ def test_a_page_and_a_plot_need_no_environment(sent, capsys):
 )
 def test_what_a_page_cannot_tell_is_damage_in_one_line(changes, sent, capsys):
     sent(**changes)
-    assert "run/config.json does not say what a run was" in one_line(["report", "run"], capsys)
+    assert "run/config.json does not describe a run" in one_line(["report", "run"], capsys)
 
 
 def ours():
@@ -158,7 +158,7 @@ def test_no_file_trusts_itself(sent, tmp_path, capsys):
     (tmp_path / "a.toml").write_text('trust = true\nenv = "evil:Env"')
     assert "names code to run" in one_line(["train", "--config", "a.toml"], capsys)
     (tmp_path / "a.toml").write_text("trust = true")
-    assert "a file cannot trust itself" in one_line(["train", "--config", "a.toml"], capsys)
+    assert "a config file cannot set it" in one_line(["train", "--config", "a.toml"], capsys)
 
 
 def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
@@ -278,7 +278,7 @@ def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys)
     shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(precious if name == "checkpoints" else precious / "notes")
     one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
-    with pytest.raises(RunFolderError, match="is a link"), folder.locked(run):
+    with pytest.raises(RunFolderError, match="is a symbolic link"), folder.locked(run):
         pass
     assert [p.name for p in precious.iterdir()] == ["notes"] and (precious / "notes").read_text() == "mine"
 
@@ -288,7 +288,7 @@ def test_no_link_among_checkpoints_leads_to_those_of_another_run(sent, tmp_path,
     for saved in checkpoint.complete(run):  # the next save would delete the seals of old ones
         shutil.rmtree(saved.path)
         saved.path.symlink_to(other / "checkpoints" / saved.path.name)
-    assert "is a link" in one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
+    assert "is a symbolic link" in one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)
 
 
 @pytest.mark.parametrize("name", ["run.toml", "videos/9.gif", "videos"])
@@ -299,7 +299,7 @@ def test_no_link_has_a_page_show_another_file(name, sent, tmp_path, capsys):
     (run / "run.toml").unlink(missing_ok=True)
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).symlink_to(home if name == "videos" else home / "9.gif")
-    assert f"{name} is a link" in one_line(["report", "run"], capsys)
+    assert f"{name} is a symbolic link" in one_line(["report", "run"], capsys)
 
 
 def test_a_sweep_that_somebody_sent_runs_nothing(sent):

@@ -220,7 +220,7 @@ def test_images_that_the_agent_sees_are_shown():
 def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
     options = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
     films = msrl.run.Filming(256, max_steps=5)
-    with pytest.raises(ValueError, match=r"films of a run are kept in its folder; give it one, train\(\.\.\., out=FOLDER\)"):
+    with pytest.raises(ValueError, match=r"videos of a run are written to its folder; give it one, train"):
         films.before(SimpleNamespace(path=None))  # type: ignore[arg-type]
     out = tmp_path / "run"
     msrl.train(
@@ -235,9 +235,9 @@ def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["lengths"] == [4, 4] and file.exists()
     (tmp_path / "folder.gif").mkdir()
     for arguments, message in (
-        (["--out", "show.avi"], "name a file that ends in .gif or .html or .mp4"),
-        (["--out", str(tmp_path / "no" / "show.gif")], "there is no folder"),
-        (["--out", str(tmp_path)], "name a file that ends in"),
+        (["--out", "show.avi"], "must end in .gif or .html or .mp4"),
+        (["--out", str(tmp_path / "no" / "show.gif")], "does not exist; create it first"),
+        (["--out", str(tmp_path)], "must end in"),
         (["--out", str(tmp_path / "folder.gif")], "is a folder; name a file"),
         (["--episodes", "0"], "episodes=0: use an integer of at least 1"),
         (["--fps", "-1"], "fps=-1: use a number of pictures per second above 0"),
