@@ -59,7 +59,7 @@ def get(algorithm: str | type) -> type:
         return files.load(algorithm)
     if ":" in algorithm:
         return get(naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
-    return checks.find("algorithm", ALGORITHMS, algorithm)
+    return files.newest(checks.find("algorithm", ALGORITHMS, algorithm))
 
 
 def _is_config(value: Any) -> bool:
