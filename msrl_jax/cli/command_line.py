@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from msrl_jax.cli import INTERRUPTED, PROG, config_file, launch
+from msrl_jax.cli import config_file, launch
 from msrl_jax.cli.command import Command, Parsed, parse
 from msrl_jax.cli.commands import COMMANDS, DIVERGED, NOT_SAVED
 from msrl_jax.cli.config_file import ConfigFile
@@ -24,7 +24,8 @@ from msrl_jax.fragments.support import compiling, terminal
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
 
-BAD_INPUT = 2
+PROG = "msrl-jax"
+BAD_INPUT, INTERRUPTED = 2, 130
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 

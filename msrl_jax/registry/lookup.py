@@ -61,7 +61,7 @@ def get(algorithm: str | type) -> type:
         return get(files.load(algorithm))
     if ":" in algorithm:
         return get(naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
-    return get(checks.find("algorithm", ALGORITHMS, algorithm))
+    return get(files.newest(checks.find("algorithm", ALGORITHMS, algorithm)))
 
 
 def _is_config(value: Any) -> bool:

@@ -130,6 +130,11 @@ def as_asked(
         experiment = make_experiment(algo, env, **asked)
     else:
         experiment = _resumed(saved, algo, env, asked, trust)
+    if saved is not None and (new := experiment.to_json()["config"].keys() - saved.description["config"].keys()):
+        raise RunFolderError(
+            f"the run in {saved.path} has no {min(new)}, which is a field of {experiment.name} now; go on with the code that "
+            "the run began with, or start a new run in another folder"
+        )
     if saved is not None and (differs := difference(saved.description, experiment.to_json())):
         raise _differs(saved, *differs)
     every = experiment.pbt.every if experiment.pbt else 0

@@ -62,6 +62,10 @@ def test_a_changed_file_is_run_again(folder):
     assert algorithms.get(str(path.absolute())) is before is algorithms.get("my_ppo.py:PPO") is algorithms.get("my_ppo")
     path.write_text(path.read_text().replace("default=3e-3", "default=2e-3"))
     assert algorithms.get("my_ppo.py")().learning_rate == 2e-3 and before().learning_rate == 3e-3
+    path.write_text(path.read_text().replace("default=2e-3", "default=1e-3"))
+    assert algorithms.get("my_ppo")().learning_rate == 1e-3  # as a run that goes on finds it
+    path.write_text(path.read_text().replace("class PPO", "class Mine"))
+    assert algorithms.get("my_ppo.py") is algorithms.get("my_ppo") and algorithms.get("my_ppo").__name__ == "Mine"
     path.write_text("import nothing_like_it\n")
     with pytest.raises(ValueError, match=r"my_ppo.py, line 1: ModuleNotFoundError: No module named 'nothing_like_it'"):
         algorithms.get("my_ppo.py")

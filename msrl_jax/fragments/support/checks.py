@@ -73,9 +73,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with writing(path):
             yield partial
             os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == os.fspath(partial):
+            error.filename = os.fspath(path)
         raise
 
 

@@ -1,5 +1,6 @@
 """A run that was interrupted goes on as if nothing had happened: equal bits in state, metrics and recorded steps."""
 
+import collections
 import json
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,8 +20,9 @@ from msrl_jax.run import Result
 from msrl_jax.run.disk.checkpoint import complete
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
+from msrl_jax.run.prepare import as_asked, make_experiment
 from tests.support import processes, runs
-from tests.support.runs import ITERATIONS, assert_same_run, assert_same_state, cli, stop_after, train
+from tests.support.runs import ENV, ITERATIONS, assert_same_run, assert_same_state, cli, stop_after, train
 from tests.support.training_envs import Lottery
 
 
@@ -221,6 +224,15 @@ def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
 
 
 FLAGS = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
+
+
+def test_a_run_does_not_go_on_with_a_field_that_it_did_not_have(tmp_path):
+    """As after an edit of the algorithm's file; its checkpoints would not fit the folder's settings."""
+    about = make_experiment("ppo", ENV).to_json()
+    about["config"].pop("clip_value")
+    saved, nothing = SimpleNamespace(path=tmp_path, description=about, iteration=0), collections.defaultdict(lambda: None)
+    with pytest.raises(RunFolderError, match=r"has no clip_value, which is a field of ppo now; go on with the code that"):
+        as_asked(nothing, {}, saved, None, trust=False)
 
 
 @pytest.mark.long
