@@ -16,8 +16,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.agents.action_spaces import check_bounded
-from msrl_jax.envs import GymnasiumEnvironment, workers
+from msrl_jax.envs import GymnasiumEnvironment, episode_sums, workers
 from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState
 from tests.support import processes
 from tests.support.full_disk import no_file_above
 from tests.support.simulators import Counting, Parts
@@ -423,10 +424,9 @@ def test_episode_statistics_leave_out_lost_episodes():
             return state, {}
 
     env = msrl.envs.EpisodeStatistics(Scripted())
-    state = env_state = msrl.envs.vector_wrappers.EpisodeStatisticsState(0, *[jnp.zeros(2)] * 5)
+    state = EpisodeStatisticsState(0, episode_sums.begin(env, 2))
     for _ in range(4):
         state, _ = env.step(state, None)
     _, metrics = env.pop_episodes(state)
     assert [float(metrics[k].total) for k in ("episode_return", "episode_length")] == [2 + 7, 2 + 2]
     assert float(metrics["episode_return"].count) == 2
-    del env_state

@@ -77,8 +77,8 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
         mean = metrics[f"episode_return{team}"]
         assert mean.total / mean.count == pytest.approx(values.mean())
     assert metrics["episode_length"].total / metrics["episode_length"].count == np.mean(lengths)
-    assert not state.return_sum.any() and not state.num_episodes.any()
-    np.testing.assert_array_equal(state.episode_return, episode)
+    assert not state.episodes.return_sum.any() and not state.episodes.num_episodes.any()
+    np.testing.assert_array_equal(state.episodes.episode_return, episode)
 
 
 def test_vectorize_tells_several_agents_from_one_by_their_names():

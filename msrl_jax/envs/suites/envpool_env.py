@@ -26,8 +26,7 @@ def make(
     `frame_skip=4`, `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True`.
     """
     envpool = common.load("envpool")
-    common.check_name("EnvPool", name, envpool.list_all_envs())
-    full = f"envpool:{name}"
+    full = common.full_name("envpool", name, envpool.list_all_envs())
     own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
     known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
     common.check_params(full, params, known - own | {"num_threads", "metrics"})

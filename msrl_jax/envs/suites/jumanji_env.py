@@ -35,8 +35,7 @@ def make(name: str, **params: Any) -> Environment:
     Parameters are constructor arguments, such as `time_limit`.
     """
     registration = common.load("jumanji").registration
-    common.check_name("Jumanji", name, registration._REGISTRY)
-    full = f"jumanji:{name}"
+    full = common.full_name("jumanji", name, registration._REGISTRY)
     with common.quiet():
         kind = registration.load(registration._REGISTRY[name].entry_point)
     common.check_params(full, params, common.arguments_of(kind) - {"viewer"})

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
 from msrl_jax.fragments.codecs import get
-from msrl_jax.fragments.graph.nodes import Graph, Node
+from msrl_jax.fragments.graph.nodes import Graph, Node, Packed
 from msrl_jax.fragments.passes.grouping import ProgramNodes
-from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
+from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.passes.placing import Partition
 from msrl_jax.fragments.placement import Placement, one_per_mesh
 

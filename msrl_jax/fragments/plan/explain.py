@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import Jaxpr, equations_in
 from msrl_jax.fragments.codecs import get
-from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
+from msrl_jax.fragments.graph.nodes import Packed
+from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
