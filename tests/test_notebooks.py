@@ -54,7 +54,7 @@ def execute(name, inspect, **shorter):
     for number, value in shorter.items():
         counts = 0
         for cell in notebook.cells:
-            cell.source, count = re.subn(rf"\b{number}( ?= ?)[\d_]+", rf"\g<1>{value}", cell.source)
+            cell.source, count = re.subn(rf"\b{number}( ?= ?)[\d_]+", rf"{number}\g<1>{value}", cell.source)
             counts += count
         assert counts, number
     notebook.cells.append(nbformat.v4.new_code_cell(inspect))
