@@ -117,7 +117,7 @@ class MuZero:
     rescale_epsilon: Tunable = tunable(default=1e-3, above=0, doc="targets x become `sign(x) (sqrt(|x| + 1) - 1) + epsilon x`.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
-    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 1000.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 1000.")
     latent_size: int = field(default=64, doc="size of the model's state, `H`. Usual: 32 to 512.")
     hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of dense layers of each of the networks. Usual: (64,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
