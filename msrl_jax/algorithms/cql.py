@@ -59,7 +59,7 @@ class CQL:
     The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
     """
 
-    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="Polyak step of targets per update. Usual: 0.001 to 0.05.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="target update rate (Polyak). Usual: 0.001 to 0.05.")
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")

@@ -92,7 +92,7 @@ class DQN:
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
     exploration: Annealed | PerEnv = field(default=Annealed(), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
-    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="Polyak step of targets; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=False, doc="whether to split the head into values and advantages. Usual: True for images.")
     adam_epsilon: Tunable = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
