@@ -91,7 +91,7 @@ class IPPO:
     clip_ratio: Tunable = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -105,7 +105,7 @@ class IPPO:
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
     central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
-    normalize_values: bool = field(default=False, doc="whether critics learn values over their size. Usual: False.")
+    normalize_values: bool = field(default=False, doc="whether critics learn values over their RMS. Usual: False.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides the number of shuffled items: time steps or environments."""

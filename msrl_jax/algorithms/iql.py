@@ -61,10 +61,10 @@ class OfPolicy:
     """Targets use the values of the policy's actions (AWAC, CRR)."""
 
     num_actions: int = field(
-        default=1, doc="actions of the policy that are valued, of which the mean counts. Usual: 1, 4 (CRR)."
+        default=1, doc="sampled actions of the policy whose values are averaged. Usual: 1, 4 (CRR)."
     )
     baseline: Literal["mean", "max"] = field(
-        default="mean", doc='what an advantage is above: the mean or the best value of the policy\'s actions. Usual: "mean".'
+        default="mean", doc='baseline of advantages: the mean or the best value of the policy\'s actions. Usual: "mean".'
     )
 
 
@@ -91,12 +91,12 @@ class IQL:
     deviation depends on the observation; the paper's does not.
     """
 
-    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="target update rate (Polyak). Usual: 0.001 to 0.05.")
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": x / 255). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")

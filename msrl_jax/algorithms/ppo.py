@@ -80,7 +80,7 @@ class PPO:
     clip_ratio: Tunable = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
     value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -93,7 +93,7 @@ class PPO:
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
-    normalize_values: bool = field(default=True, doc="whether the critic learns values over their size. Usual: True.")
+    normalize_values: bool = field(default=True, doc="whether the critic learns values over their RMS. Usual: True.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length` (with a recurrent core, `num_envs`)."""

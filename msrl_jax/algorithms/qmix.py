@@ -76,10 +76,10 @@ class QMIX:
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    exploration: Annealed | PerEnv = field(default=Annealed(100_000), doc="how random actions are. Usual: annealed.")
+    exploration: Annealed | PerEnv = field(default=Annealed(100_000), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
-    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
-    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
+    tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=False, doc="whether to split the head into values and advantages. Usual: True for images.")
     huber_delta: TunableOrNone = tunable(
         default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1."

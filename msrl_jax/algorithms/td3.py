@@ -80,12 +80,12 @@ class TD3:
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
     replay: Replay = field(default=Replay(200_000), doc="the buffer. Usual: 1e4 to 1e6 steps.")
-    hindsight: Hindsight | None = field(default=None, doc="goals of sampled steps that were achieved later. Usual: None.")
+    hindsight: Hindsight | None = field(default=None, doc="relabelling of sampled steps (HER). Usual: None.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: TunableOrNone = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
-    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    tau: Tunable = tunable(default=0.005, above=0, high=1, doc="target update rate (Polyak). Usual: 0.001 to 0.05.")
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
@@ -97,7 +97,7 @@ class TD3:
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
     returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
-    policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
+    policy_period: int = field(default=2, low=1, high=2**24, doc="critic updates per update of actor and targets. Usual: 2.")
     exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     max_exploration_noise: TunableOrNone = tunable(
         default=None,
@@ -105,7 +105,7 @@ class TD3:
         doc="deviation in the last environment, if it rises evenly over all; None: the same in all. Usual: None, or 0.4.",
     )
     policy_noise: Tunable = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
-    noise_clip: Tunable = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
+    noise_clip: Tunable = tunable(default=0.5, low=0, doc="bound of the noise of the target actor. Usual: 0.5.")
 
     def check(self) -> None:
         """Raises ValueError if `data`, the core or the limits of atoms do not fit, or `max_exploration_noise` is too small."""

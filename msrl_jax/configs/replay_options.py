@@ -22,9 +22,9 @@ class Replay:
 
     capacity: int = field(default=20_000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_starts: int | None = field(default=1000, doc="steps at random first; None: what a batch needs. Usual: 1e3 to 5e4.")
+    learning_starts: int | None = field(default=1000, doc="random steps first; None: enough for a batch. Usual: 1e3 to 5e4.")
     storage: str | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "frame_stack(4)". Usual: None.'
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (x / 255), "frame_stack(4)". Usual: None.'
     )
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     priorities: Prioritized | None = field(default=None, doc="whether larger TD errors are drawn more often. Usual: None.")

@@ -99,7 +99,7 @@ class SelfPlay:
     clip_ratio: Tunable = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) that ends an iteration. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(
         default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1)."

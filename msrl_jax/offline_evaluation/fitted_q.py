@@ -50,7 +50,7 @@ class FittedQ:
     fits: int = field(default=8, low=2, doc="critics, each of a bootstrap sample of episodes, `K`.")
     batch_size: int = field(default=256, doc="rows of an update, `B`.")
     learning_rate: float = field(default=1e-3, above=0, high=1, doc="step size of Adam.")
-    tau: float = field(default=0.1, above=0, high=1, doc="share that the targets move per update.")
+    tau: float = field(default=0.1, above=0, high=1, doc="target update rate (Polyak).")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images.')

@@ -182,7 +182,7 @@ def test_a_file_of_a_run_acts_in_a_process_that_has_jax_alone(trained, run_folde
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path):
-    with pytest.raises(ValueError, match=r"policy\.txt: must end in"):
+    with pytest.raises(ValueError, match=r"policy\.txt must end in \.jaxexport or \.onnx"):
         msrl.export(trained, tmp_path / "policy.txt")
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(ValueError, match="is a folder; name a file"):
