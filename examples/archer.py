@@ -31,7 +31,8 @@ from msrl_jax.loops.replay import select
 from msrl_jax.losses import clipped_surrogate_loss, value_loss
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.report import curves
-from msrl_jax.returns.advantages import gae, mean, standardize
+from msrl_jax.returns.advantages import gae
+from msrl_jax.returns.means import mean, standardize
 
 ENV = TwentyQuestions(turns=10)
 NAMES = {"archer": "ArCHer", "cloning": "filtered cloning", "ppo": "PPO of tokens"}

@@ -42,8 +42,9 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.heads import linear_network
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.policies import linear_network, make_policy
+from msrl_jax.networks.policies import make_policy
 from msrl_jax.replay import Transition
 from msrl_jax.report import curves
 

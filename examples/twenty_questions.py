@@ -17,7 +17,7 @@ import optax
 from flax import linen as nn
 
 from msrl_jax import envs
-from msrl_jax.returns.advantages import mean
+from msrl_jax.returns.means import mean
 
 WORDS = ("dog", "banana", "truck", "trousers", "computer", "piano", "chair", "pen", "football", "hammer")
 QUESTIONS = {  # question -> the words whose answer is yes

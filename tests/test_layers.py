@@ -149,6 +149,18 @@ def test_algorithms_know_no_distribution_policy():
     assert not {n for n in algorithms for target in IMPORTS[n] if target.startswith("msrl_jax.policies")}
 
 
+def test_what_objects_bring_is_not_imported_by_algorithms_that_work_without_it():
+    """A core, a custom module and an adaptive learning rate come with the config; networks of images register themselves."""
+    seen, todo = set(), ["msrl_jax.algorithms.ppo"]
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo += {m for target in IMPORTS[name] if (m := resolved(target))} - seen
+    brought = {"networks.recurrent", "networks.cores", "networks.custom", "networks.convolutions", "agents.adaptive_rate"}
+    assert not {f"msrl_jax.{name}" for name in brought} & seen and len(seen) > 20
+    assert not {name for name in seen if name.startswith("msrl_jax.registry.")}
+
+
 def test_only_one_file_reaches_into_jax():
     def reaching(*inner):
         return {n for n in NAMES for t in IMPORTS[n] if any(f"{t}.".startswith(f"{module}.") for module in inner)}

@@ -1,4 +1,4 @@
-"""`Agent`, an algorithm for one environment as pure functions; and helpers for environments and learning rates.
+"""`Agent`, an algorithm for one environment as pure functions; and helpers for keys, steps and learning rates.
 
 In the shape descriptions of this package, `T` denotes the length of an unroll and `E` the number of environments.
 """
@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax import envs
 from msrl_jax.agents.optimizers import has_own_rate
-from msrl_jax.envs import Environment, VectorEnvironment
+from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
@@ -87,18 +86,6 @@ def innermost(state: Any) -> Any:
 def with_innermost(state: Any, own: Any) -> Any:
     """Returns the state with its innermost state replaced."""
     return state._replace(inner=with_innermost(state.inner, own)) if "inner" in getattr(state, "_fields", ()) else own
-
-
-def vectorize_with_statistics(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:
-    """Makes a vector environment of `num_envs` copies with episode statistics; optionally standardizes observations."""
-    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
-    return envs.NormalizeObservation(vector) if normalize_observations else vector
-
-
-def make_vector_env(env: Environment, config: Any) -> VectorEnvironment:
-    """Makes the vector environment of an on-policy algorithm, with statistics of raw rewards and optional normalization."""
-    observed = vectorize_with_statistics(env, config.num_envs, normalize_observations=config.normalize_observations)
-    return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed
 
 
 def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:

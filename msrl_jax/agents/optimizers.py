@@ -64,8 +64,9 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
     usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # as in A3C (arXiv 1602.01783): not centered
     optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))
-    rate, most = getattr(config, "learning_rate", None), getattr(config, "max_grad_norm", None)
-    times_rate = rate.transformation() if rate is not None and adapts(rate) else _TIMES_RATE
+    rate: Any = getattr(config, "learning_rate", None)
+    most = getattr(config, "max_grad_norm", None)
+    times_rate = rate.transformation() if adapts(rate) else _TIMES_RATE
     return optax.chain(optax.identity() if most is None else _clip(most), optimizer, times_rate)
 
 

@@ -12,17 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    learning_rate_at,
-    learning_rate_metric,
-    logical_axes,
-    make_vector_env,
-    split_keys,
-)
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -43,7 +35,7 @@ from msrl_jax.losses.policy_gradient import policy_gradient_loss
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_value_inputs, values
 from msrl_jax.networks.unrolls import Carry, reset_carry
-from msrl_jax.returns.advantages import mean
+from msrl_jax.returns.means import mean
 
 
 class A2CState(NamedTuple):

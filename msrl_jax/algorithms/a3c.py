@@ -21,17 +21,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    learning_rate_at,
-    learning_rate_metric,
-    logical_axes,
-    make_vector_env,
-    split_keys,
-)
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.configs.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment

@@ -17,16 +17,9 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    learning_rate_at,
-    learning_rate_metric,
-    logical_axes,
-    vectorize_with_statistics,
-)
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.vector_env import vectorize_with_statistics
 from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform

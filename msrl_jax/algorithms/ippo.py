@@ -47,7 +47,8 @@ from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic
 from msrl_jax.networks.distributions import check_policy_space, has_scale
 from msrl_jax.networks.unrolls import reset_carry
-from msrl_jax.returns.advantages import gae, standardize
+from msrl_jax.returns.advantages import gae
+from msrl_jax.returns.means import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
 

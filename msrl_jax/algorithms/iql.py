@@ -44,7 +44,8 @@ from msrl_jax.loops.offline import (
     state_axes,
 )
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.policies import log_likelihood, make_critics, make_policy, make_value, taken_value
+from msrl_jax.networks.heads import make_critics, make_value, taken_value
+from msrl_jax.networks.policies import log_likelihood, make_policy
 
 
 @option

@@ -58,9 +58,9 @@ from msrl_jax.loops.window_buffer import window_buffer
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.policies import linear_network, make_actor
+from msrl_jax.networks.heads import linear_network, make_actor
 from msrl_jax.replay import Transition
-from msrl_jax.returns.advantages import mean
+from msrl_jax.returns.means import mean
 
 
 @config("maddpg", many_agents=True)

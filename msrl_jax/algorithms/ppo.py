@@ -11,16 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    learning_rate_at,
-    logical_axes,
-    make_vector_env,
-    split_keys,
-)
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, logical_axes, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -45,7 +38,7 @@ from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
 from msrl_jax.networks.unrolls import Carry, reset_carry
-from msrl_jax.returns.advantages import standardize
+from msrl_jax.returns.means import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
 

@@ -20,11 +20,11 @@ from msrl_jax.agents.agent import (
     learning_rate_at,
     learning_rate_metric,
     logical_axes,
-    make_vector_env,
     split_keys,
     steps_before,
 )
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -48,7 +48,8 @@ from msrl_jax.loops.trajectory import next_values
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
-from msrl_jax.returns.advantages import gae, mean
+from msrl_jax.returns.advantages import gae
+from msrl_jax.returns.means import mean
 
 
 class PQNState(NamedTuple):

@@ -60,7 +60,8 @@ from msrl_jax.losses.distributional import check_support
 from msrl_jax.losses.entropy import expected_soft_value, soft_value, temperature_loss
 from msrl_jax.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.policies import make_critics, make_policy
+from msrl_jax.networks.heads import make_critics
+from msrl_jax.networks.policies import make_policy
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 

@@ -60,7 +60,7 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.losses.critics import prediction_of
 from msrl_jax.losses.distributional import check_support
-from msrl_jax.networks.policies import make_actor, make_critics
+from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.networks.unrolls import first_steps
-from msrl_jax.returns.advantages import gae, standardize
+from msrl_jax.returns.advantages import gae
+from msrl_jax.returns.means import standardize
 from msrl_jax.returns.value_size import TargetScale
 
 AddBonus = Callable[["Trajectory", Any], "Trajectory"]

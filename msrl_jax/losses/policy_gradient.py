@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from msrl_jax.losses.values import clipped_value_loss, value_loss
 from msrl_jax.networks.distributions import Distribution
-from msrl_jax.returns.advantages import mean
+from msrl_jax.returns.means import mean
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:

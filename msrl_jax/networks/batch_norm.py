@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import Discrete, Space
+from msrl_jax.networks.heads import taken_value
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.policies import taken_value
 
 
 def check_batch_norm(config: Any, action_space: Space | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation, and means over valid steps."""
+"""Generalized advantage estimation."""
 
 import chex
 import jax
@@ -43,30 +43,6 @@ def gae(
     if valid is not None:
         delta, ends = jnp.where(valid, delta, 0.0), ends | ~valid
     return backward_sums(delta, jnp.where(ends, 0.0, discount * gae_lambda))
-
-
-def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-    """Shifts and scales advantages to mean 0 and standard deviation 1 over the whole array.
-
-    Args:
-      advantage: advantages. `[...]`
-      counts: mask of the values that determine mean and deviation; all if None. `[...]` bool
-
-    Returns:
-      The standardized advantages; zeros if all are equal. A single valid advantage has no deviation and is unchanged. `[...]`
-    """
-    if advantage.size == 1:
-        return advantage
-    centered = advantage - mean(advantage, counts)
-    standardized = centered / (jnp.sqrt(mean(jnp.square(centered), counts)) + 1e-8)
-    return standardized if counts is None else jnp.where(counts.sum() > 1, standardized, advantage)
-
-
-def mean(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
-    """Returns the mean of the values in the mask `counts` `[...]`, of all if it is None, and 0 if the mask is empty. `[]`."""
-    if counts is None:
-        return x.mean()
-    return jnp.where(counts, x, 0.0).sum() / jnp.maximum(counts.sum(dtype=x.dtype), 1)
 
 
 def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:

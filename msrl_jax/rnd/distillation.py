@@ -30,7 +30,8 @@ from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.layers import dense
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.networks.unrolls import flatten, unflatten
-from msrl_jax.returns.advantages import gae, mean
+from msrl_jax.returns.advantages import gae
+from msrl_jax.returns.means import mean
 
 DISCOUNT, LAMBDA = 0.99, 0.95
 """Discount factor per step and lambda of intrinsic returns and advantages."""

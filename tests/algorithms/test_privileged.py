@@ -224,4 +224,4 @@ def test_actors_and_critics_share_no_torso():
     with pytest.raises(ValueError, match="shared_torso=True: the critic sees the environment's privileged_state"):
         build(get("a2c")(core="gru", shared_torso=True), cartpole())
     with pytest.raises(ValueError, match="no place for a core"):
-        get("recurrent_ppo")(network=WHOLE).build(cartpole())
+        build(get("recurrent_ppo")(network=WHOLE), cartpole())

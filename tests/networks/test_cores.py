@@ -123,3 +123,8 @@ def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
     with pytest.raises(ValueError, match=message):
         algorithms.build(algorithms.A2C(core=core), envs.make("CartPole-v1"))
     algorithms.make("a2c", {"core": "gtrxl:context=8"})
+
+
+def test_a_config_alone_makes_no_core():
+    with pytest.raises(ValueError, match=r"core='gru' is made by msrl_jax\.algorithms\.build"):
+        algorithms.PPO(core="gru").build(envs.make("CartPole-v1"))
