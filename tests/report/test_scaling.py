@@ -3,17 +3,21 @@
 import dataclasses
 import functools
 import json
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import scaling as script
 from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
 from msrl_jax.cli import command_line, commands, launch
 from msrl_jax.fragments.plan.kernels import Launches
 from msrl_jax.report.scaling import format_table, plans
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from benchmarks import scaling as script
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
 
