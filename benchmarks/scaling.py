@@ -71,8 +71,8 @@ def page(record: Mapping[str, Any]) -> str:
     head = ["plan", "dispatches", *(f"KiB, {n:,} chips" for n in counts), "memory", "XLA"]
     lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
     for name, of in plans.items():
-        last = of[counts[-1]]
-        cells = [f"{last['dispatches']}", *(f"{_busiest(of[n]) / 1024:,.1f}" for n in counts)]
+        last = of[max(of)]
+        cells = [f"{last['dispatches']}", *(f"{_busiest(of[n]) / 1024:,.1f}" if n in of else "-" for n in counts)]
         cells += [size(max(last["memory"].values())), f"{last['xla_seconds']:.0f} s"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"Memory and seconds to compile are those of {counts[-1]:,} chips."])

@@ -5,6 +5,7 @@ import gc
 import os
 import platform
 import shutil
+import signal
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +52,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"  # smaller ones are compiled as fast as they are stored
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell has started with `&`; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_PROGRAMS = 400
 

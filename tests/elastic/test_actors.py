@@ -753,3 +753,65 @@ def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
     assert read_log(file)[1:] == [{"gap": 2}]
     record.join()
     assert read_log(file)[1:] == [{"gap": 2}, {"joins": 0}]
+
+
+@pytest.mark.slow
+def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
+    """A learner that may open 160 files, and 300 connections without the key that come again when they are ended."""
+    live = Live(tmp_path, address)
+    learner = live.learn("--total-steps", 10**9, limit=160)
+    live.act()
+    live.wait_for_rows(1)
+    saved = lambda: max((int(p.parent.name) for p in live.run.glob("checkpoints/*/run.json")), default=0)  # noqa: E731
+    flood, most, first, end = [], 0, saved(), time.monotonic() + 15
+    with contextlib.ExitStack() as stack:
+        while time.monotonic() < end or saved() == first:
+            for connection in flood:
+                with contextlib.suppress(OSError):
+                    connection.send(b"\x16")
+            with contextlib.suppress(OSError):
+                while len(flood) < 300:
+                    flood.append(stack.enter_context(socket.create_connection(wire.address_of(address), 0.1)))
+            most = max(most, len(os.listdir(f"/proc/{learner.pid}/fd")))
+            flood = [x for x in flood if not ended(x)]
+            assert learner.poll() is None, live.logs()
+            assert time.monotonic() < end + START, live.logs()
+    assert 64 < most <= 160 - 32 and saved() > first
+    learner.send_signal(signal.SIGTERM)
+    assert learner.wait(START) == 143, live.logs()
+    assert saved() == live.rows()[-1]["iteration"]
+    assert not any("gap" in line for line in live.lines()) and "cannot be written" not in live.logs()
+
+
+@pytest.mark.long
+def test_a_run_that_diverges_ends_its_actors_too(address):
+    thread, found = learner_in_a_thread(address, learning_rate=1e38, total_steps=50 * STEPS)
+    with pytest.raises(RuntimeError, match=f"the run at {address} ended with an error: it had non-finite values"):
+        msrl.elastic.act(address, wait=300)
+    thread.join(300)
+    assert isinstance(found[0], msrl.run.DivergedError)
+    assert "Its data came from actors, so the iteration was not repeated" in str(found[0])
+
+
+@pytest.mark.long
+def test_a_refusal_by_one_of_several_learners_is_said_at_once_and_the_others_go_on(address):
+    other, said, raised = free_address(), [], []
+    listener = wire.listen(wire.address_of(other))
+
+    def act():
+        with pytest.raises(ValueError, match="the learner refused this actor: it is too late") as info:
+            msrl.elastic.act(other, address, say=said.append)
+        raised.append(info.value)
+
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    with listener, contextlib.closing(let_in(listener)) as channel:
+        channel.receive(2**20)
+        channel.send({"refused": "it is too late"})
+        text = f"acting for {other} ended with an error: the learner refused this actor: it is too late"
+        wait_for(lambda: text in said, lambda: str(said))
+    assert acting.is_alive()
+    thread, found = learner_in_a_thread(address)
+    for each in (thread, acting):
+        each.join(300)
+    assert found[0].status == "finished" and raised

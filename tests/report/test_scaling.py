@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -126,6 +127,12 @@ def test_the_script_writes_its_tables_and_what_was_refused(tmp_path, capsys):
     head, _, first, second, third = (tmp_path / "it.md").read_text().splitlines()
     assert head.startswith("| policy | devices |") and first.startswith("| `GPUOnly` | cpu:2 | 0 | 1 |")
     assert second.startswith("|  | cpu:4 | 0 | 1 |") and third.startswith("| `Central:shards=2` | cpu:4 |")
-    script.main(["--rows", str(tmp_path / "it.json"), "--svg", str(tmp_path / "it.svg")])
+    page, record = tmp_path / "page.md", tmp_path / "record.json"
+    page.write_text("<!-- scaling: begin -->\n<!-- scaling: end -->\n")
+    written = ["--json", str(record), "--docs", str(page), "--svg", str(tmp_path / "it.svg")]
+    script.main(["--rows", str(tmp_path / "it.json"), *written])
+    found = json.loads(record.read_text())
+    text = page.read_text()
+    assert script.page(found) in text and re.search(r"^\| a2c, `Central` \| \d+ \| - \| \d", text, re.MULTILINE)
     drawn = (tmp_path / "it.svg").read_text()
     assert all(f">{text}<" in drawn for text in ("a2c", "GPUOnly", "Central", "a2c, XLA", "compiling"))

@@ -454,3 +454,58 @@ def test_bad_folders_are_one_line_on_the_command_line(copy, capsys):
         assert cli.main([str(word) for word in arguments]) == 2
         out, err = capsys.readouterr()
         assert out == "" and message in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.long
+def test_rows_alone_that_cannot_be_written_take_the_run_elsewhere(tmp_path):
+    """Its checkpoint counts rows that its folder lacks."""
+    rows = tmp_path / "run" / "metrics.jsonl"
+
+    def spoil(tick):
+        if tick.iteration == 2:
+            rows.unlink()
+            rows.mkdir()
+
+    with pytest.warns(SaveWarning) as caught:
+        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
+    assert f"it is saved in {result.folder}" in str(caught[-1].message)
+    assert "metrics.jsonl" in result.save_error
+    assert_same_run(Result.load(result.folder), result)
+    shutil.rmtree(result.folder.parent)
+
+
+@pytest.mark.slow
+def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
+    rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
+
+    def spoil(tick):
+        if tick.iteration == 1:
+            rows.rename(aside)
+            rows.mkdir()
+        elif tick.iteration == 2:
+            rows.rmdir()
+            aside.rename(rows)
+
+    with pytest.warns(SaveWarning, match="metrics are kept in memory"):
+        result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
+    assert result.folder == tmp_path / "run" and not result.save_error
+    assert_same_run(Result.load(result.folder), result)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
+    """A disk that is full for a while: the state at the end is saved in the folder of the run."""
+    sums, calls = checkpoint._sums, itertools.count(1)
+
+    def failing(path):
+        if next(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return sums(path)
+
+    monkeypatch.setattr(checkpoint, "_sums", failing)
+    with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
+        result = train(
+            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
+        )  # fmt: skip
+    assert result.folder == tmp_path / "run" and not result.save_error
+    assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
