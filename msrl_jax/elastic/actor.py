@@ -227,3 +227,4 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
                 raise ConnectionError(text) from error
             attempts += 1
             time.sleep(pause)
+    return actor.unrolls
