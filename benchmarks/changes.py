@@ -37,7 +37,7 @@ def measure(algo: str, env: str, field: str, rate: float, iterations: int, **fie
     Returns:
       The rate, values, their changed share, exchanges, those of all values, bytes relative to all values, and equality.
     """
-    experiment = make_experiment(algo, env, overrides=fields | {field: rate})
+    experiment = make_experiment(algo, env, **fields | {field: rate})
     programs = [experiment.compile(policies.SingleLearnerCoarse(parameter_codec=codec)) for codec in ("delta", "bfloat16")]
     states = [program.run(experiment.start(program), iterations)[0] for program in programs]
     ends = [[np.asarray(_plain(x)) for x in jax.tree.leaves(state)] for state in states]

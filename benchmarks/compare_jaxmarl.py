@@ -3,7 +3,7 @@
     git clone https://github.com/FLAIROx/JaxMARL /tmp/jaxmarl && python3.11 -m venv /tmp/jaxmarl_env
     /tmp/jaxmarl_env/bin/pip install jax==0.10.2 jaxmarl==0.2.0 distrax flashbax omegaconf matplotlib
     python benchmarks/compare_jaxmarl.py --python /tmp/jaxmarl_env/bin/python --source /tmp/jaxmarl \\
-        --repeats 3 --json benchmarks/results/jaxmarl.json --docs docs/speed.md
+        --repeats 3 --json benchmarks/results/jaxmarl.json --docs benchmarks/README.md
 
 `--only "ippo" "num_agents=8"` measures some settings. Both libraries use the environments of the same version of JaxMARL.
 """

@@ -3,7 +3,7 @@
     git clone https://github.com/luchris429/purejaxrl /tmp/purejaxrl && python3.11 -m venv /tmp/purejaxrl_env
     /tmp/purejaxrl_env/bin/pip install jax==0.10.2 gymnax==0.0.9 distrax==0.1.9 flax optax brax==0.14.2 navix==0.7.4
     python benchmarks/compare_purejaxrl.py --python /tmp/purejaxrl_env/bin/python --source /tmp/purejaxrl \\
-        --json benchmarks/results/purejaxrl.json --docs docs/speed.md
+        --json benchmarks/results/purejaxrl.json --docs benchmarks/README.md
 
 PureJaxRL does not run with gymnax 1.0, which msrl_jax uses. `--only MinAtar "recurrent_ppo"` measures some settings.
 """

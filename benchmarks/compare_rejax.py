@@ -2,7 +2,8 @@
 
     python3.11 -m venv /tmp/rejax
     /tmp/rejax/bin/pip install rejax==0.1.3 gymnax==0.0.9 jax==0.10.2
-    python benchmarks/compare_rejax.py --python /tmp/rejax/bin/python --json benchmarks/results/rejax.json --docs docs/speed.md
+    python benchmarks/compare_rejax.py --python /tmp/rejax/bin/python \\
+        --json benchmarks/results/rejax.json --docs benchmarks/README.md
 
 Rejax 0.1.3 does not run with gymnax 1.0, which msrl_jax uses. `--only MinAtar "dqn CartPole-v1"` measures some settings.
 """

@@ -2,7 +2,8 @@
 
     python3.11 -m venv /tmp/rllib
     /tmp/rllib/bin/pip install 'ray[rllib]==2.60.0' torch==2.14.1 'gymnasium[mujoco]==1.2.2'
-    python benchmarks/compare_rllib.py --rllib /tmp/rllib/bin/python --json benchmarks/results/rllib.json --docs docs/rllib.md
+    python benchmarks/compare_rllib.py --rllib /tmp/rllib/bin/python \\
+        --json benchmarks/results/rllib.json --docs benchmarks/README.md
 
 They alternate: msrl_jax with the environment on the device (where JAX has it), msrl_jax with Gymnasium's environment on the
 host, and RLlib with Gymnasium's. `--returns 0` measures no times to a return, and `--repeats 0` no steps per second;
@@ -60,7 +61,7 @@ Row = Mapping[str, Any]
 
 def made(setting: Setting, env: str, seed: int = 0) -> tuple[Experiment, Program]:
     """A setting of msrl_jax in one of the two environments, planned for one device."""
-    experiment = make_experiment(setting.algo, env, overrides=setting.config | setting.only_ours, seed=seed)
+    experiment = make_experiment(setting.algo, env, **setting.config | setting.only_ours, seed=seed)
     policy = "MultiLearner" if env.startswith("gymnasium:") else "GPUOnly"
     return experiment, experiment.compile(msrl.policies.get(policy), jax.devices()[:1])
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import jax
 
 import msrl_jax as msrl
-from msrl_jax.envs.host_simulators import processors
+from msrl_jax.envs.workers import processors
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.report.provenance import commit, processor
 from msrl_jax.run.prepare import make_experiment
@@ -112,6 +112,15 @@ class Peer:
         return self.ask(seconds)["steps_per_second"]
 
 
+def new_file(text: str) -> Path:
+    """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
+        raise argparse.ArgumentTypeError(f"{text} {what}")
+    return path
+
+
 def compare(setting: Setting, command: Sequence[str | Path], repeats: int, seconds: float) -> dict[str, Any]:
     """Measures one setting in both libraries.
 
@@ -128,7 +137,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
     """
     load = os.getloadavg()[0]
     config = setting.config | setting.only_ours
-    experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
+    experiment = make_experiment(setting.algo, setting.env, **config, seeds=setting.seeds)
     program = experiment.compile(msrl.policies.get("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds

@@ -1,6 +1,6 @@
 """Measures training on one GPU, and writes its page: populations, single runs, recurrent cores, suites, and peers.
 
-    python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs docs/gpu.md
+    python benchmarks/gpu.py --json benchmarks/results/gpu.json --docs benchmarks/README.md
     python benchmarks/gpu.py --only Breakout --rejax /tmp/rejax/bin/python --json gpu.json
 
 Rows whose suite is not installed are named and left out. A peer is measured alternately, on the rows that it has, if its
@@ -60,7 +60,7 @@ class Row(Setting):
         pbt = dataclasses.replace(PBT, members=self.members) if self.members else None
         config, options = self.config | self.only_ours, {} if pbt is None else {"pbt": pbt}
         config = {name: value for name, value in config.items() if pbt is None or name not in pbt.search}
-        return make_experiment(self.algo, self.env, overrides=config, seeds=self.seeds, total_steps=10**12, **options)
+        return make_experiment(self.algo, self.env, **config, seeds=self.seeds, total_steps=10**12, **options)
 
 
 def _small(**fields: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ SRL (arXiv 2306.16688) keeps its processes busy in two ways: a worker simulates 
 actions, and learners do not wait for the actors. Here an actor-critic on CartPole, every step of which sleeps, runs with and
 without each, and with both:
 
-    python benchmarks/groups.py --json benchmarks/results/groups.json --docs docs/claims.md
+    python benchmarks/groups.py --json benchmarks/results/groups.json --docs benchmarks/README.md
 
 With `g` groups, an unroll acts for one group after another in every step; a group has its share of the environments and of the
 workers, and is simulated while the others are acted for. All run alternately.

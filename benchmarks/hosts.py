@@ -53,7 +53,7 @@ class Simulating:
 
 def training(setting: Setting, policy: str) -> Runner:
     """A runner of training, compiled."""
-    experiment = make_experiment(setting.algo, setting.env, overrides=setting.config)
+    experiment = make_experiment(setting.algo, setting.env, **setting.config)
     program = experiment.compile(msrl.policies.get(policy), jax.devices()[:1])
     return program_runner(experiment, program, calibrated_chunk(experiment, program))
 

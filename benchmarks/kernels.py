@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py --rejax /tmp/rejax/bin/python --purejaxrl /tmp/purejaxrl_env/bin/python \\
         --purejaxrl-source CLONE --jaxmarl /tmp/jaxmarl_env/bin/python --jaxmarl-source CLONE \\
-        --json benchmarks/results/kernels.json --docs docs/speed.md
+        --json benchmarks/results/kernels.json --docs benchmarks/README.md
 
 The environments of the peers are those of `compare_rejax.py`, `compare_purejaxrl.py` and `compare_jaxmarl.py`. Each needs
 jax-cuda12-plugin and jax-cuda12-pjrt too, of the version of jaxlib (`pip install --no-deps`), and so does ours. XLA compiles
@@ -51,7 +51,7 @@ def per_iteration(found: Sequence[Launches], length: int) -> int:
 def ours(setting: Setting) -> int:
     """What our program launches per iteration."""
     config = setting.config | setting.only_ours
-    experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
+    experiment = make_experiment(setting.algo, setting.env, **config, seeds=setting.seeds)
     program = experiment.compile(msrl.policies.GPUOnly(), msrl.plan_devices("gpu:h100:1"))
     (compiled,) = program.compiled(ITERATIONS)
     # The number of iterations is an argument, so this loop has no known length, and counts once.

@@ -62,8 +62,8 @@ def overhead(every: int = 20, periods: int = 5, repeats: int = 15) -> dict[str, 
     """Seconds of an exploit period without and with exploits, the fastest of several repeats, measured alternately."""
     pbt = msrl.PBT(search=SEARCH.search, members=MEMBERS, every=every)
     experiments = {
-        "independent": make_experiment("ppo", ENV, overrides={**PPO, "learning_rate": RATES}),
-        "pbt": make_experiment("ppo", ENV, overrides={**PPO, "learning_rate": RATES}, pbt=pbt),
+        "independent": make_experiment("ppo", ENV, **{**PPO, "learning_rate": RATES}),
+        "pbt": make_experiment("ppo", ENV, **{**PPO, "learning_rate": RATES}, pbt=pbt),
     }
     seconds: dict[str, list[float]] = {name: [] for name in experiments}
     programs = {name: each.compile(msrl.policies.GPUOnly(), jax.devices()[:1]) for name, each in experiments.items()}

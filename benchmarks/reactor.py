@@ -4,7 +4,7 @@ These are the four comparisons with Ray's actors that Reactor (Lingua Franca, ar
 place. Atari's Pong wants `pip install ale-py` on both sides; frames of its size stand in for Atari games that cost nothing.
 
     python3.11 -m venv /tmp/rllib && /tmp/rllib/bin/pip install ray==2.60.0 gymnasium==1.2.2 ale-py==0.12.1
-    python benchmarks/reactor.py --ray /tmp/rllib/bin/python --json benchmarks/results/reactor.json --docs docs/claims.md
+    python benchmarks/reactor.py --ray /tmp/rllib/bin/python --json benchmarks/results/reactor.json --docs benchmarks/README.md
 
 They run alternately. Without `--ray`, msrl_jax alone is measured.
 """

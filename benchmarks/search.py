@@ -3,7 +3,7 @@
     git clone https://github.com/sotetsuk/pgx /tmp/pgx && python3.11 -m venv /tmp/pgx_env
     /tmp/pgx_env/bin/pip install jax==0.10.2 pgx mctx dm-haiku optax pydantic
     python benchmarks/search.py --python /tmp/pgx_env/bin/python --source /tmp/pgx \\
-        --json benchmarks/results/pgx.json --docs docs/tree_search.md
+        --json benchmarks/results/pgx.json --docs benchmarks/README.md
 
 Both have dense layers, and learn from every position once. The script moves positions to the host and shuffles them there; ours
 samples them from a buffer that holds those of one iteration.

@@ -3,7 +3,7 @@
     pip install '.[brax,playground]'
     python3.11 -m venv /tmp/brax && /tmp/brax/bin/pip install 'jax[cpu]==0.8.3' brax playground
     python benchmarks/suite_trainers.py --brax /tmp/brax/bin/python \\
-        --json benchmarks/results/suite_trainers.json --docs docs/suite_trainers.md
+        --json benchmarks/results/suite_trainers.json --docs benchmarks/README.md
 
 Both train with equal sizes and for equally many environment steps. Seeds take turns, each in a separate run that compiles
 again; Brax's run in a separate process, because its trainer needs an older JAX. Compared are the mean return of 128 greedy

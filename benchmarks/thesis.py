@@ -4,7 +4,7 @@ PPO on CartPole and MAPPO on a cooperative task, on eight virtual devices of thi
 placements the host sleeps, as if the network were slower. Each policy's time is predicted from its instructions, measured one
 by one without the sleep, and measured.
 
-    python benchmarks/thesis.py --json benchmarks/results/thesis.json --docs docs/thesis.md --svg docs/thesis.svg
+    python benchmarks/thesis.py --json benchmarks/results/thesis.json --docs benchmarks/README.md --svg docs/thesis.svg
 """
 
 import argparse
@@ -39,7 +39,7 @@ def cases(sizes: Sequence[int], agents: Sequence[int]) -> dict[str, Experiment]:
     found = {f"PPO, {n} environments": ("ppo", "CartPole-v1", {"num_envs": n}) for n in sizes}
     spread = "jaxmarl:MPE_simple_spread_v3:num_agents={n},num_landmarks={n}"
     found |= {f"MAPPO, {n} agents": ("mappo", spread.format(n=n), {"num_envs": 32}) for n in agents}
-    return {name: make_experiment(algo, env, overrides=FIXED | own) for name, (algo, env, own) in found.items()}
+    return {name: make_experiment(algo, env, **FIXED | own) for name, (algo, env, own) in found.items()}
 
 
 def measure(name: str, experiment: Experiment, delays: Sequence[float], seconds: float, repeats: int) -> list[Row]:

@@ -20,7 +20,7 @@ project, author = "msrl_jax", "the authors of msrl_jax"
 copyright = author
 version = release = version_of("msrl-jax")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["README.md", "results.md"]  # of which the site has pages with curves
+exclude_patterns = ["README.md"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 nb_execution_mode, nb_execution_timeout, nb_execution_raise_on_error = "off", 600, True
@@ -38,23 +38,35 @@ html_static_path, html_css_files = ["site.css"], ["site.css"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
 
+SITE_LINKS = {
+    "": {
+        "../notebooks/": "notebooks/", "../benchmarks/README.md": "reference/benchmarks.md",
+        "../benchmarks/records/README.md": "results/index.md",
+    },
+    "reference/benchmarks": {"../docs/": "../", "records/README.md": "../results/index.md"},
+}  # fmt: skip
+"""What links of the repository are on the site, by the page that has them; "" is any other page."""
+
+
 def spaced(app, what, name, value, options, lines):
     """Code is followed by what may follow it in Markdown, such as the s of a plural."""
     lines[:] = re.sub(r"(`[^`]+`)(\w?)", lambda m: f"{m[1]}\\ {m[2]}" if m[2] else m[1], "\n".join(lines)).split("\n")
 
 
 def read(app, page, source):
-    """Links are those of the repository; on the site, notebooks are pages of the docs, and results have pages with curves."""
+    """Links are those of the repository; on the site, notebooks and benchmarks are pages, and recipes have curves."""
     if page.startswith("notebooks/"):
         source[0] = write_notebooks.page(source[0], page.removeprefix("notebooks/"), app.config.nb_execution_mode != "off")
-    else:
-        source[0] = source[0].replace("](../notebooks/", "](notebooks/").replace("](results.md", "](results/index.md")
+        return
+    for theirs, ours in SITE_LINKS.get(page, SITE_LINKS[""]).items():
+        source[0] = source[0].replace(f"]({theirs}", f"]({ours}")
 
 
 def write(app, config):
     """Writes the results from the records, the reference from the package, and the notebooks, before the pages are read."""
     write_pages(HERE / "results")
     write_reference.write(HERE / "reference")
+    (HERE / "reference" / "benchmarks.md").write_text((HERE.parent / "benchmarks" / "README.md").read_text("utf-8"), "utf-8")
     write_notebooks.write(HERE / "notebooks")
 
 

@@ -23,7 +23,7 @@ STEPS, SIZE, COLUMNS, TEXT = 30, 150, 6, 16
 
 def pictures(env: str, algo: str) -> np.ndarray:
     """An episode as small squares `[STEPS, SIZE, SIZE, 3]`; its last picture stays if it is shorter."""
-    experiment = make_experiment(algo, env, overrides={}, env_params=None)
+    experiment = make_experiment(algo, env, env_params=None)
     state = jax.jit(experiment.initial_state)()
     shown = film(experiment.behavior, state, 1, 0, STEPS, None, env).episodes[0][:STEPS]
     squares = []

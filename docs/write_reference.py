@@ -8,7 +8,7 @@ import msrl_jax as msrl
 from msrl_jax._rooms import rooms
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import REQUIRED, arguments_of
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 
 THEMES = {
     "What is computed": ("algo", "env", "total_steps", "seed", "seeds", "env_params", "pbt", "**overrides"),
@@ -20,8 +20,8 @@ THEMES = {
 API = {
     "msrl_jax": [
         "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "runs_page",
-        "plot_runs", "profile",
+        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "video", "export", "plot", "plot_lineage", "plot_sweep",
+        "runs_page", "plot_runs", "profile",
         "profile_program", "Profile", "recipe", "reproduce",
         "Reproduction",
     ],

@@ -42,7 +42,7 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.distributions import choose
-from msrl_jax.networks.layers import Network
+from msrl_jax.networks.network import Network
 from msrl_jax.networks.policies import linear_network, make_policy
 from msrl_jax.replay import Transition
 from msrl_jax.report import curves
@@ -208,7 +208,7 @@ class ContrastiveRL:
                 env_state, obs = before
                 action = explore(state.params, obs, *inputs)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
                 return (env_state, t.obs), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -67,7 +67,7 @@ class Rollouts(NamedTuple):
     action: jax.Array  # in units of the largest ones, before they are clipped, [T, N, K, A]
     log_prob: jax.Array  # of the action when it was taken
     advantage: jax.Array
-    present: jax.Array  # which steps are part of an episode, bool
+    valid: jax.Array  # which steps are part of an episode, bool
 
 
 class Gaussian(nn.Module):
@@ -90,22 +90,22 @@ def log_prob(policy, action):
     return jnp.sum(-0.5 * ((action - mean) / jnp.exp(log_deviation)) ** 2 - log_deviation - 0.5 * np.log(2 * np.pi), -1)
 
 
-def advantages(obs, reward, present, discount):
+def advantages(obs, reward, valid, discount):
     """Standardized returns to go less a baseline of the task, linear in place and time, which is fitted to them. `[T, K]`"""
-    never = jnp.zeros_like(present)
+    never = jnp.zeros_like(valid)
     returns = lambda_return(reward, jnp.zeros_like(reward), never, never, discount=discount, lambda_=1.0)
     time = jnp.broadcast_to(jnp.arange(len(reward))[:, None, None] / len(reward), (*reward.shape, 1))
-    x = jnp.concatenate([jnp.ones_like(time), time, time**2, time**3, obs, obs**2], -1) * present[..., None]
+    x = jnp.concatenate([jnp.ones_like(time), time, time**2, time**3, obs, obs**2], -1) * valid[..., None]
     gram, moment = jnp.einsum("tki,tkj->ij", x, x), jnp.einsum("tki,tk->i", x, returns)
-    weights = jnp.linalg.solve(gram + 1e-3 * present.sum() * jnp.eye(len(gram)), moment)
-    return standardize(returns - x @ weights, present)
+    weights = jnp.linalg.solve(gram + 1e-3 * valid.sum() * jnp.eye(len(gram)), moment)
+    return standardize(returns - x @ weights, valid)
 
 
 def task_loss(apply: Callable, params: Any, rollouts: Rollouts, clip_ratio: Any = jnp.inf) -> jax.Array:
     """PPO's loss in one task: minus the mean of advantages, each weighted by the action's probability now over that before."""
     log_ratio = log_prob(apply(params, rollouts.obs), rollouts.action) - rollouts.log_prob
     losses = clipped_surrogate_loss(log_ratio, rollouts.advantage, clip_ratio)
-    return jnp.sum(jnp.where(rollouts.present, losses, 0.0)) / rollouts.present.sum()
+    return jnp.sum(jnp.where(rollouts.valid, losses, 0.0)) / rollouts.valid.sum()
 
 
 def adapted(apply: Callable, params: Any, rollouts: Rollouts, rate: Any) -> Any:
@@ -174,15 +174,15 @@ class MAML:
             return keys[0], (*start, jnp.ones(shape, bool)), (keys[2::4], keys[3::4]), (keys[4::4], keys[5::4])
 
         @msrl.fragment(role="env")
-        def env_step(keys, env_state, present, action):
+        def env_step(keys, env_state, valid, action):
             keys = jax.vmap(lambda key: jax.random.split(key, self.num_rollouts))(keys)
             env_state, obs, reward, terminated, truncated = jax.vmap(jax.vmap(env.step))(keys, env_state, of_env(action))
-            return (env_state, obs, present & ~(terminated | truncated)), jnp.where(present, reward, 0.0)
+            return (env_state, obs, valid & ~(terminated | truncated)), jnp.where(valid, reward, 0.0)
 
         @msrl.fragment(role="actor")
-        def judge(obs, action, log_prob, reward, present):
-            advantage = jax.vmap(functools.partial(advantages, discount=self.discount), 1, 1)(obs, reward, present)
-            return Rollouts(obs, action, log_prob, advantage, present), msrl.Mean(reward.sum(), jnp.float32(reward[0].size))
+        def judge(obs, action, log_prob, reward, valid):
+            advantage = jax.vmap(functools.partial(advantages, discount=self.discount), 1, 1)(obs, reward, valid)
+            return Rollouts(obs, action, log_prob, advantage, valid), msrl.Mean(reward.sum(), jnp.float32(reward[0].size))
 
         @msrl.fragment(role="actor:adapter")
         def adapt(params, before):
@@ -199,10 +199,10 @@ class MAML:
 
         def play(act, params, start, keys):
             def step(carry, keys):
-                env_state, obs, present = carry
+                env_state, obs, valid = carry
                 action, log_prob = act(params, obs, keys[0])
-                carry, reward = env_step(keys[1], env_state, present, action)
-                return carry, (obs, action, log_prob, reward, present)
+                carry, reward = env_step(keys[1], env_state, valid, action)
+                return carry, (obs, action, log_prob, reward, valid)
 
             return judge(*jax.lax.scan(step, start, keys)[1])
 

@@ -25,7 +25,8 @@ from flax import linen as nn
 import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, Replay
 from msrl_jax.kernels.networks import matmul
-from msrl_jax.networks.layers import convolution, dense
+from msrl_jax.networks.convolutions import convolution
+from msrl_jax.networks.layers import dense
 from msrl_jax.report import curves
 
 Cell = tuple[tuple[tuple[int, str], ...], ...]

@@ -39,6 +39,11 @@ from msrl_jax.run import Choice as Choice
 from msrl_jax.run import Experiment as Experiment
 from msrl_jax.run import Result as Result
 from msrl_jax.run import choose_policy as choose_policy
+from msrl_jax.run import export as export
+from msrl_jax.run import plot as plot
+from msrl_jax.run import plot_lineage as plot_lineage
 from msrl_jax.run import train as train
+from msrl_jax.run import video as video
 from msrl_jax.search import SweepResult as SweepResult
+from msrl_jax.search import plot_sweep as plot_sweep
 from msrl_jax.search import sweep as sweep

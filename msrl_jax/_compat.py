@@ -1,5 +1,6 @@
 """The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
+import operator
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -153,9 +154,23 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     return new.replace(effects=eqn.effects - (_effects(sub_jaxprs(eqn)) - _effects(sub_jaxprs(new))))
 
 
-def with_equations(jaxpr: Jaxpr, eqns: list[JaxprEqn]) -> Jaxpr:
-    """A jaxpr with other equations, without the effects that only former ones had."""
-    return jaxpr.replace(eqns=eqns, effects=jaxpr.effects - (_effects(jaxpr.eqns) - _effects(eqns)))
+def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
+    """A program with other equations, without the effects that only former ones had; `closed` itself if none changes.
+
+    `rule(eqn, of)` gives the equations in place of `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
+    """
+    known: dict[int, Jaxpr] = {}
+
+    def of(jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in known:
+            eqns = [new for eqn in jaxpr.eqns for new in rule(eqn, of)]
+            same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+            effects = jaxpr.effects - (_effects(jaxpr.eqns) - _effects(eqns))
+            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns, effects=effects)
+        return known[id(jaxpr)]
+
+    new = of(closed.jaxpr)
+    return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
 
 
 def _effects(parts: Iterable[Jaxpr | JaxprEqn]) -> frozenset[Any]:
@@ -176,15 +191,15 @@ def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
     return made
 
 
-def jaxprs_in(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    """A jaxpr and all that it holds at any depth, each once: functions under `jax.jit` that are called twice share theirs."""
+def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of all that it holds at any depth, once for functions under `jax.jit` called twice."""
     seen: set[int] = set()
     stack = [jaxpr]
     while stack:
         current = stack.pop()
         if id(current) not in seen:
             seen.add(id(current))
-            yield current
+            yield from current.eqns
             stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
 

@@ -39,11 +39,11 @@ class Registry(MutableMapping[str, T]):
 
     Args:
       kind: the name of the tables in `room.toml`, such as "algorithms".
-      entries: entries of the core.
+      entries: entries of the core, which the registry changes.
     """
 
-    def __init__(self, kind: str, entries: Mapping[str, T] | None = None):
-        self._entries = dict(entries or {})
+    def __init__(self, kind: str, entries: MutableMapping[str, T] | None = None):
+        self._entries: MutableMapping[str, T] = {} if entries is None else entries
         self._places = dict(added(kind))
 
     def __getitem__(self, name: str) -> T:

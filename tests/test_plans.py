@@ -82,8 +82,9 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     gradients, others = sums(program, start)
     assert gradients == [config.num_epochs * config.num_minibatches]
-    # Mean and deviation of the advantages; number, returns and lengths of the episodes that ended.
-    assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 5
+    # Mean and deviation of the advantages; number, returns and lengths of the episodes that ended; whether one was cut; the
+    # squares of the value targets, in two scales.
+    assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 8
 
 
 ACTING = [n for n in names() if not (get(n).many_agents or get(n).offline)]
@@ -132,6 +133,7 @@ def test_sync_replay_is_one_run_wherever_the_buffer_lies():
     assert counts == {2 * 4} and not measured["parameter_age"].any()
 
 
+@pytest.mark.long
 def test_async_replay_shards_delays_and_refreshes_as_declared():
     """Ape-X: buffers in parts, priorities and parameters late by the staleness, parameters taken every `actor_period`."""
     policy = SingleLearnerCoarse(actors=2, buffers=2, staleness=1)

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import re
 import shlex
@@ -20,12 +21,12 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.cli import launch
-from msrl_jax.cli.command import Command, Outcome
+from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.config import ALGORITHMS as REGISTRY
-from msrl_jax.configs.fields import tunable_fields
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
+from msrl_jax.registry.table import ALGORITHMS as REGISTRY
 from msrl_jax.run import Experiment, recipes
 from tests.support import processes
 
@@ -34,12 +35,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "example_rl_darts", "actors", "coming_from", "tournaments", "offline_evaluation",
+    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, RL_DARTS, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
+    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,8 +99,8 @@ RUN_HERE = (
     (RECIPES, TOP),
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
-    (GUARANTEES, "Non-finite values"),
-    (SCALING, "Plans for hardware you do not have"),
+    (GUARANTEES, "Numbers that are not finite"),
+    (SCALING, TOP),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
@@ -107,7 +108,7 @@ RUN_HERE = (
     (ARCHITECTURE, "Adding a part"),
     (ACTORS, "Ray"),
     (COMING_FROM, "PureJaxRL"),
-    (RL_DARTS, "The method"),
+    (EXAMPLES, "RL-DARTS"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
@@ -132,8 +133,9 @@ def blocks(page, title, language):
 def run_sections(tmp_path, monkeypatch):
     """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
 
-    A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates; None runs them whole.
-    Other numbers of the code may be made smaller by name. Returns the namespaces, one per other block, and the output.
+    A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates, which may be a number
+    for each run; None runs them whole. Other numbers of the code may be made smaller by name. Returns the namespaces, one per
+    other block, and the output.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -143,6 +145,7 @@ def run_sections(tmp_path, monkeypatch):
 
     def run(page, *titles, steps=4096, **shorter):
         namespaces, output, shortened = [], io.StringIO(), set()
+        lengths = itertools.repeat(steps) if isinstance(steps, int) else iter(steps or ())
         for title in titles:
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
@@ -151,7 +154,8 @@ def run_sections(tmp_path, monkeypatch):
                     files.add(file[1])
                     continue
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
-                code = code if steps is None else re.sub(r"(total|round)_steps=[\d_]+", rf"\1_steps={steps}", code)
+                if steps is not None:
+                    code = re.sub(r"(total|round)_steps=[\d_]+", lambda found: f"{found[1]}_steps={next(lengths)}", code)
                 for name, number in shorter.items():
                     code, count = re.subn(rf"\b{name}=\d+", f"{name}={number}", code)
                     shortened |= {name} if count else set()
@@ -196,9 +200,9 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/records/README.md"])
 def test_links_lead_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", PAGES[page])) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", (ROOT / page).read_text())) if "://" not in link]
     written = [ROOT / folder for folder in (ROOT / ".gitignore").read_text().split() if folder.startswith("docs/")]
     for link in links:
         path, _, anchor = link.partition("#")
@@ -237,7 +241,7 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.algorithms.")]
+    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.")]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", "\n".join(tables), re.MULTILINE))
     assert {name: re.split("[,;] ", row) for name, row in rows.items()} == {
         name: list(inspect.signature(function).parameters) for name, function in functions.items()
@@ -413,7 +417,7 @@ def test_the_first_hour(run_sections):
     assert train["result"].members == 8 and train["result"].history["episode_return"].shape[1:] == (8,)
     assert msrl.Result.load("saved").members == 8
     assert all(Path(name).stat().st_size for name in ("rates.png", "curve.png", "first.gif", "first.html", "corridor.gif"))
-    assert own["result"].video(max_steps=2).episodes[0].shape == (3, 20, 200, 3)
+    assert msrl.video(own["result"], max_steps=2).episodes[0].shape == (3, 20, 200, 3)
 
 
 @pytest.mark.slow
@@ -427,7 +431,8 @@ def test_one_word_changes_where_it_runs(run_sections):
 
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
-    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Custom networks")
+    steps = 4096, 2048, 1088, 4096  # of SAC, with an update for every other step, only as many as it needs to begin
+    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own", steps=steps)
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]
@@ -445,7 +450,7 @@ def test_options_are_values_or_their_text(run_sections):
 
 @pytest.mark.slow
 def test_a_network_that_is_found(run_sections):
-    (namespace,), _ = run_sections(RL_DARTS, "The method")
+    (namespace,), _ = run_sections(EXAMPLES, "RL-DARTS")
     supernet, again = (namespace[name].config.network for name in ("result", "again"))
     assert supernet.cell is None and again.cell == namespace["found"].cell and len(again.cell) == 3
 
@@ -546,7 +551,7 @@ def test_search_in_a_learned_model(run_sections):
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(SCALING, "Plans for hardware you do not have")
+    (namespace,), output = run_sections(SCALING, TOP)
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
@@ -677,7 +682,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
         monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Outcome())
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Output())
     monkeypatch.setattr(launch, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     known, given = COMMANDS[command].options(), seen["given"]
@@ -701,7 +706,7 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
-    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Outcome())
+    monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Output())
     monkeypatch.setattr(launch, "start", lambda argv, **options: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
     sys.modules.pop("my_dqn", None)

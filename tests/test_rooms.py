@@ -4,13 +4,15 @@ import importlib
 import inspect
 import pkgutil
 import sys
+from unittest import mock
 
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _rooms
 from msrl_jax._rooms import Registry, added
-from msrl_jax.configs.config import ALGORITHMS, config, field
+from msrl_jax.configs.config import DECLARED, config, field
+from msrl_jax.registry.table import ALGORITHMS
 from msrl_jax.run import Experiment
 from msrl_jax.run.prepare import make_experiment
 from tests.support import processes
@@ -74,8 +76,9 @@ def test_the_name_of_a_room_s_algorithm_is_taken(name):
 
         def build(self, env): ...
 
-    with pytest.raises(ValueError, match=f"an algorithm named '{name}' is registered already; choose another name"):
-        config(name)(Own)
+    message = f"an algorithm named '{name}' is registered already; choose another name"
+    with mock.patch.dict(DECLARED), pytest.raises(ValueError, match=message):
+        msrl.train(config(name)(Own), "CartPole-v1")
     assert ALGORITHMS["alphazero"].__module__ == "msrl_jax.games.alphazero"
 
 
@@ -98,7 +101,7 @@ print("msrl_jax.games.self_play" in sys.modules, "msrl_jax.games.muzero" in sys.
 
 
 def test_runs_that_were_saved_before_an_algorithm_was_in_a_room_have_it():
-    experiment = make_experiment("self_play", "RockPaperScissors", overrides={"hidden_sizes": (4,)})
+    experiment = make_experiment("self_play", "RockPaperScissors", hidden_sizes=(4,))
     about = experiment.to_json()
     assert about["class"] == "msrl_jax.games.self_play:SelfPlay"
     again = Experiment.from_json(about | {"class": "msrl_jax.algorithms.self_play:SelfPlay"})

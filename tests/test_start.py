@@ -59,12 +59,19 @@ def train(out, **environment):
 
 
 def test_listing_and_help_import_no_jax():
+    """Except the help of commands that take an algorithm, whose fields are options."""
     code = """
-import sys
+import contextlib, sys
 from msrl_jax.cli import main
+from msrl_jax.cli.commands import COMMANDS
 import msrl_jax
 for words in (["list"], ["list", "--json"], ["--help"], ["--version"]):
     assert main(words) == 0
+helped = [name for name, command in COMMANDS.items() if not command.has_fields]
+assert {"evaluate", "video", "export", "report", "reproduce", "check-env", "act", "estimate"} < {*helped}
+for name in helped:
+    with contextlib.suppress(SystemExit):
+        main([name, "--help"])
 dir(msrl_jax)
 print(sorted({"jax", "flax", "optax", "gymnax", "jaxmarl", "numpy"} & set(sys.modules)))
 """

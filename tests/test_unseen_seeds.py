@@ -1,13 +1,10 @@
 """The benchmark of recipes on seeds that nobody chose anything on: its rule, and a tiny run."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from benchmarks import unseen_seeds
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.agents.optimizers import KL, adaptive_rate, is_own
+from msrl_jax.agents.optimizers import has_own_rate
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
@@ -122,15 +122,13 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
 
 def learning_rate_at(config: Any, progress: Progress) -> jax.Array | None:
     """Returns the current learning rate, `[]` float32; None if the optimizer has its own or adapts it."""
-    if is_own(getattr(config, "optimizer", "adam")) or isinstance(config.learning_rate, KL):
+    if has_own_rate(config):
         return None
     return annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
 
-def learning_rate_metric(learning_rate: jax.Array | None, opt_state: Any = ()) -> dict[str, jax.Array]:
-    """Returns the metric `learning_rate`, fixed or adaptive; an empty dict if the optimizer has its own learning rate."""
-    if (rate := adaptive_rate(opt_state)) is not None:
-        return {"learning_rate": rate.mean()}  # over networks, if each has one
+def learning_rate_metric(learning_rate: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the metric `learning_rate`; an empty dict if the optimizer has its own learning rate."""
     return {} if learning_rate is None else {"learning_rate": learning_rate}
 
 

@@ -7,7 +7,7 @@ gradients; it does its own clipping and has its own learning rate.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,19 @@ class Named:
     parameters: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class KL:
-    """A learning rate that keeps the KL divergence of updates near a target, as in rsl_rl."""
-
-    target: float
-    start: float = 1e-3
-    low: float = 1e-5
-    high: float = 1e-2
-
-
 def is_own(optimizer: Any) -> bool:
     """Whether an optimizer is a custom transformation."""
     return isinstance(optimizer, optax.GradientTransformation)
+
+
+def has_own_rate(config: Any) -> bool:
+    """Whether the optimizer of a config takes no learning rate: it is a custom one, or the rate adapts."""
+    return is_own(getattr(config, "optimizer", "adam")) or adapts(config.learning_rate)
+
+
+def adapts(rate: Any) -> bool:
+    """Whether a learning rate is an object that scales updates, such as `adaptive_rate.KL`."""
+    return hasattr(rate, "transformation")
 
 
 def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformationExtraArgs:
@@ -56,7 +56,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
 
     Returns:
       The gradient transformation. A named optimizer clips gradients first; its `update` takes the `learning_rate`, `[]`, unless
-      the rate adapts and is part of its state, see `divergence.adapted`.
+      the rate adapts and is part of its state, see `adaptive_rate`.
     """
     if is_own(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
@@ -65,7 +65,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # as in A3C (arXiv 1602.01783): not centered
     optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))
     rate, most = getattr(config, "learning_rate", None), getattr(config, "max_grad_norm", None)
-    times_rate = _times_adaptive_rate(rate.start) if isinstance(rate, KL) else _TIMES_RATE
+    times_rate = rate.transformation() if rate is not None and adapts(rate) else _TIMES_RATE
     return optax.chain(optax.identity() if most is None else _clip(most), optimizer, times_rate)
 
 
@@ -92,36 +92,7 @@ def _clip(most: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _times(updates: Any, rate: jax.Array) -> Any:
-    return jax.tree.map(lambda u: rate * u, updates)
-
-
 _TIMES_RATE = optax.GradientTransformationExtraArgs(
     optax.init_empty_state,
-    lambda updates, state, params=None, *, learning_rate, **_: (_times(updates, learning_rate), state),  # type: ignore[arg-type]
+    lambda updates, state, params=None, *, learning_rate, **_: (jax.tree.map(lambda u: learning_rate * u, updates), state),  # type: ignore[arg-type]
 )
-
-
-class AdaptiveRate(NamedTuple):
-    """The adaptive learning rate in the state of an optimizer."""
-
-    rate: jax.Array  # shape=(), dtype=float32
-
-
-def _times_adaptive_rate(start: float) -> optax.GradientTransformationExtraArgs:
-    return optax.with_extra_args_support(
-        optax.GradientTransformation(
-            lambda params: AdaptiveRate(jnp.float32(start)),
-            lambda updates, state, params=None: (_times(updates, state.rate), state),  # type: ignore[arg-type]
-        )
-    )
-
-
-def adaptive_rate(opt_state: Any) -> jax.Array | None:
-    """Returns the adaptive learning rate in an optimizer state; None if the rate does not adapt."""
-    return next((x.rate for x in jax.tree.leaves(opt_state, is_leaf=is_rate_state) if is_rate_state(x)), None)
-
-
-def is_rate_state(state: Any) -> bool:
-    """Whether a part of an optimizer state is an adaptive learning rate."""
-    return isinstance(state, AdaptiveRate)

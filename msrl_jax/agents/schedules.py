@@ -7,7 +7,7 @@ A tunable field takes a number, or
     a function         from the progress, a scalar array from 0 to 1, to a number; or its MODULE:NAME
 
 A text may end with `,warmup=SHARE`: the number first rises linearly from 0 over that share of the run. A learning rate
-`kl:TARGET` is not a schedule: it adapts to the updates (`divergence.adapted`).
+`kl:TARGET` is not a schedule: it adapts to the updates (`adaptive_rate.KL`).
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.agents.optimizers import KL
-from msrl_jax.configs.fields import all_fields, tunable_fields, value_of
+from msrl_jax.agents.adaptive_rate import KL
+from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_call
 

@@ -39,9 +39,10 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
-from msrl_jax.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.losses.policy_gradient import policy_gradient_loss
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.advantages import mean
 
 
@@ -123,7 +124,7 @@ class A2C:
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_notes(network, params, final_obs, carries, truncated)
+            return final_value_inputs(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
         def gradients(params, trajectory, bootstrap_value, carry):
@@ -136,8 +137,8 @@ class A2C:
             return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, trajectory, final_obs, last_notes, carry):
-            bootstrap_value = values(network, params, final_obs, last_notes)
+        def learn(params, opt_state, progress, trajectory, final_obs, last_value_inputs, carry):
+            bootstrap_value = values(network, params, final_obs, last_value_inputs)
             learning_rate = learning_rate_at(self, progress)
             grads, stats = gradients(params, trajectory, bootstrap_value, carry)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
@@ -148,17 +149,17 @@ class A2C:
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
+            last_value_inputs = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
             params, opt_state, metrics = learn(
-                state.params, state.opt_state, progress, trajectory, final_obs, last_notes, state.carry
+                state.params, state.opt_state, progress, trajectory, final_obs, last_value_inputs, state.carry
             )
             after = A2CState(params, opt_state, actor_keys, env_state, obs, reset_carry(is_first, carry))
             return after, {**metrics, **episodes}
@@ -186,9 +187,9 @@ def advantage_loss(
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
     advantage, _, target, _ = estimate(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     stats = {
-        "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.present),
-        "value_loss": mean(value_loss(value, target), t.present),
-        "entropy": mean(policy.entropy(), t.present),
+        "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.valid),
+        "value_loss": mean(value_loss(value, target), t.valid),
+        "entropy": mean(policy.entropy(), t.valid),
     }
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

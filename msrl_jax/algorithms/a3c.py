@@ -40,8 +40,8 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import Trajectory
-from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 
 class A3CState(NamedTuple):
@@ -131,8 +131,8 @@ class A3C:
             """Maps a function of parameters and arrays `[E, ...]` over workers, each with its own parameters."""
             return lambda params, *inputs: jax.tree.map(merge, jax.vmap(function)(params, *by_worker(inputs)))
 
-        note = network.note and of_workers(network.note)
-        workers = network._replace(act=of_workers(network.act), note=note, value=of_workers(network.value))
+        value_input = network.value_input and of_workers(network.value_input)
+        workers = network._replace(act=of_workers(network.act), value_input=value_input, value=of_workers(network.value))
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
@@ -151,11 +151,11 @@ class A3C:
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_notes(workers, params, final_obs, carries, truncated)
+            return final_value_inputs(workers, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def gradients(worker_params, trajectory, final_obs, last_notes, carry):
-            bootstrap_value = values(workers, worker_params, final_obs, last_notes)
+        def gradients(worker_params, trajectory, final_obs, last_value_inputs, carry):
+            bootstrap_value = values(workers, worker_params, final_obs, last_value_inputs)
             trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
             loss = functools.partial(advantage_loss, self, network)
             gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 1, 0))
@@ -189,15 +189,15 @@ class A3C:
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.worker_params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.worker_params, actor_obs(final_obs), carries, trajectory.truncated)
+            last_value_inputs = bootstrap(state.worker_params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            grads, stats = gradients(state.worker_params, trajectory, final_obs, last_notes, state.carry)
+            grads, stats = gradients(state.worker_params, trajectory, final_obs, last_value_inputs, state.carry)
             params, opt_state, worker_params, fetched, metrics = apply_updates(
                 state.params, state.opt_state, progress, state.fetched, grads
             )

@@ -26,7 +26,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
-from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.offline import (
     OfflineState,
     check_given,

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -34,7 +33,7 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
-from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.offline import (
     OfflineState,
     check_given,
@@ -44,11 +43,12 @@ from msrl_jax.loops.offline import (
     read_data,
     state_axes,
 )
+from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.distributions import choose
-from msrl_jax.networks.layers import make_torso
 from msrl_jax.networks.policies import TanhNormal, make_critics, make_policy
 from msrl_jax.networks.q_network import greedy_target, q_network
+from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep
 
 
@@ -299,16 +299,3 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
 
     optimizer = for_each_network(make_optimizer(config, epsilon=1e-8))
     return Networks(init, optimizer, lambda params: params["critic"], make_loss, choose_action)
-
-
-def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
-    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4)."""
-    chex.assert_type(action, int)
-    chex.assert_shape(action, q.shape[:-1])
-    return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
-
-
-def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
-    """Estimates the log of the integral of `exp(q)` over all actions from sampled actions `[..., N]` (2006.04779, app. F)."""
-    chex.assert_is_broadcastable(log_prob.shape, q.shape)
-    return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])

@@ -25,27 +25,17 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.options import (
-    C51,
-    IQN,
-    QR,
-    Annealed,
-    Double,
-    Expected,
-    Greedy,
-    Hindsight,
-    Munchausen,
-    PerEnv,
-    Prioritized,
-    Replay,
-)
+from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.predictions import C51, IQN, QR, Double, Expected, Greedy, Munchausen
+from msrl_jax.configs.replay_options import Hindsight, Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.buffers import check_data, n_step_buffer
+from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -59,15 +49,10 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.losses.distributional import (
-    categorical_loss,
-    categorical_projection,
-    check_support,
-    quantile_huber_loss,
-    value_error,
-)
-from msrl_jax.networks.layers import make_torso
+from msrl_jax.losses.action_values import action_prediction, munchausen_reward, soft_target
+from msrl_jax.losses.distributional import check_support
 from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, q_network
+from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep, Transition
 
 
@@ -128,41 +113,18 @@ class DQN:
         action_space = check_discrete("DQN", env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
-        returns, soft = self.returns, self.target if isinstance(self.target, Munchausen) else None
-        implicit = returns if isinstance(returns, IQN) else None
-        num_outputs = returns.num_atoms if isinstance(returns, C51) else returns.num_quantiles if isinstance(returns, QR) else 1
-        torso = make_torso(venv.observation_space, self)
-        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=num_outputs, implicit=implicit is not None)
+        predicted, soft = action_prediction(self), self.target if isinstance(self.target, Munchausen) else None
+        implicit = self.returns if isinstance(self.returns, IQN) else None
+        torso, outputs = make_torso(venv.observation_space, self), predicted.num_outputs
+        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=outputs, implicit=implicit is not None)
         num_midpoints = implicit.num_choice_fractions if implicit else 0
         midpoints = ((jnp.arange(num_midpoints) + 0.5) / num_midpoints,) if implicit else ()
-        v_min, v_max = returns.support(self.discount) if isinstance(returns, C51) else (0.0, 0.0)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
-        def expected(outputs: jax.Array) -> jax.Array:
-            """Returns the action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
-            if isinstance(returns, C51):
-                return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
-            return outputs.mean(-1)
-
         def action_values(params: Any, obs: Any) -> jax.Array:
             """Returns the values `[B, A]` by which actions are chosen, -inf for illegal actions."""
-            return only_legal(expected(network.apply(params, obs, *midpoints)), obs)
-
-        def loss_and_error(
-            outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array, *fraction: jax.Array
-        ):
-            """Returns the loss of one example and the TD error for its priority, from outputs `[N]` and targets `[N']`."""
-            if isinstance(returns, C51):
-                atoms = jnp.linspace(v_min, v_max, returns.num_atoms, dtype=jnp.float32)
-                masses = categorical_projection(jax.nn.softmax(next_outputs), reward + discount * atoms, v_min, v_max)
-                loss = categorical_loss(outputs, masses)
-                return loss, loss
-            target = reward + discount * next_outputs
-            error = target.mean() - outputs.mean()
-            if isinstance(returns, QR | IQN):
-                return quantile_huber_loss(outputs, target, 1.0, *fraction), error
-            return value_error(outputs.mean(), target.mean(), returns.huber_delta), error
+            return only_legal(predicted.expected(network.apply(params, obs, *midpoints)), obs)
 
         def random_fractions(key: jax.Array, returns: IQN) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
             keys, sizes = jax.random.split(key), (returns.num_fractions, returns.num_target_fractions)
@@ -203,7 +165,7 @@ class DQN:
                 chooser = params if isinstance(self.target, Double) else target_params
                 next_value = action_values(chooser, experience.next_obs)
             else:
-                next_value = only_legal(expected(next_target), experience.next_obs)
+                next_value = only_legal(predicted.expected(next_target), experience.next_obs)
             reward = experience.reward
             if soft:
                 next_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_target, soft.temperature)
@@ -217,8 +179,9 @@ class DQN:
             def loss(params):
                 outputs = network.apply(params, experience.obs, *fraction)
                 taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-                losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, reward, experience.discount, *fraction)
-                return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
+                losses, td_error = jax.vmap(predicted.loss)(taken, next_outputs, reward, experience.discount, *fraction)
+                stats = {"value": predicted.expected(taken).mean(), "loss": losses.mean()}
+                return (batch.weight * losses).mean(), (td_error, stats)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -253,7 +216,7 @@ class DQN:
                 env_state, obs = before
                 action = explore(acting_params, obs, *inputs)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
                 return (env_state, t.obs), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)
@@ -291,19 +254,6 @@ class DQN:
             env=venv,
             data={"data": buffer.data} if buffer.data else {},
         )
-
-
-def soft_target(next_value: jax.Array, next_target: jax.Array, temperature: float) -> jax.Array:
-    """Returns the soft value `[N]` of the softmax policy of values `[A]`, from outputs `[A, N]` (arXiv 2007.14430, eq. 1)."""
-    log_policy = jax.nn.log_softmax(next_value / temperature)[:, None]
-    policy = jnp.exp(log_policy)
-    return jnp.where(policy > 0, policy * (next_target - temperature * log_policy), 0.0).sum(0)
-
-
-def munchausen_reward(value: jax.Array, action: jax.Array, scale: float, temperature: float, clip: float) -> jax.Array:
-    """Returns the scaled and clipped log-probability of an action under the softmax policy of values `[A]` (2007.14430)."""
-    log_prob = temperature * jax.nn.log_softmax(value / temperature)[action]
-    return scale * jnp.clip(log_prob, clip, 0.0)
 
 
 ApexDQN = variant(

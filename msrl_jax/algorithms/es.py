@@ -33,8 +33,8 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
-from msrl_jax.networks.layers import make_torso
 from msrl_jax.networks.policy_and_value import policy_and_value
+from msrl_jax.networks.torso import make_torso
 
 
 class ESState(NamedTuple):

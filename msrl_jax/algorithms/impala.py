@@ -43,12 +43,13 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_values
-from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
 from msrl_jax.returns.advantages import mean, standardize
-from msrl_jax.returns.estimators import vtrace
+from msrl_jax.returns.off_policy import vtrace
 
 
 class IMPALAState(NamedTuple):
@@ -157,18 +158,18 @@ class IMPALA:
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_notes(network, params, final_obs, carries, truncated)
+            return final_value_inputs(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def complete(params, final_obs, notes):
-            return values(network, params, final_obs, notes)
+        def complete(params, final_obs, value_inputs):
+            return values(network, params, final_obs, value_inputs)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
@@ -218,25 +219,25 @@ class IMPALA:
                 policy, value, carries = network.unroll(params, t.obs, t.is_first, batch.carry)
                 log_prob = policy.log_prob(t.action)
                 now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
-                _, note, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
-                last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, note))
+                _, value_input, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
+                last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, value_input))
                 next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
-                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.present,
+                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.valid,
                     discount=self.discount, lambda_=self.vtrace_lambda,
                     clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
                 )  # fmt: skip
                 if t.bonus is not None:  # weighted only for the step's own action; it is an advantage of the acting policy
                     advantage += jnp.minimum(jnp.exp(log_ratio), self.clip_pg_rho) * t.bonus
                 if self.normalize_advantage == "batch":
-                    advantage = standardize(advantage, t.present)
+                    advantage = standardize(advantage, t.valid)
                 stats = {
                     "policy_loss": policy_gradient_loss(log_prob, advantage),
                     "value_loss": value_loss(value, target),
                     "entropy": policy.entropy(),
                     "approx_kl": approximate_kl(log_ratio),
                 }
-                stats = {name: mean(x, t.present) for name, x in stats.items()}
+                stats = {name: mean(x, t.valid) for name, x in stats.items()}
                 total = stats["policy_loss"] + self.value_coef * stats["value_loss"]
                 return total - self.entropy_coef * stats["entropy"], stats
 

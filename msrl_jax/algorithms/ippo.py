@@ -15,12 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, split_keys
+from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
     Activation,
@@ -35,19 +33,20 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.loops.divergence import apply_gradients, no_divergence, update_divergence
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of
+from msrl_jax.loops.divergence import apply_gradients, learning_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
 from msrl_jax.losses.policy_gradient import ppo_loss
-from msrl_jax.networks.actor_critic import ActorCritic, actor_critic, values
-from msrl_jax.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.networks.layers import Torso, head, reset_carry
-from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.actor_critic import actor_critic, values
+from msrl_jax.networks.agent_ids import with_ids, with_ids_space
+from msrl_jax.networks.centralized import centralized_actor_critic
+from msrl_jax.networks.distributions import check_policy_space, has_scale
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae, standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
@@ -71,7 +70,7 @@ class Batch(NamedTuple):
     advantage: jax.Array
     old_value: jax.Array  # before the updates
     target: jax.Array  # of the values
-    present: jax.Array | None  # which steps count; all if None
+    valid: jax.Array | None  # which steps count; all if None
 
 
 @config("ippo", many_agents=True)
@@ -162,31 +161,31 @@ class IPPO:
             actor_keys, keys = draw_keys(rest.actor_keys)
             return params, rest._replace(actor_keys=actor_keys), keys
 
-        calls = {name: getattr(network, name) for name in ("act", "note", "value")}  # applied to rows of agents
+        calls = {name: getattr(network, name) for name in ("act", "value_input", "value")}  # applied to rows of agents
         team = network._replace(**{n: per_network(call, (0, agents_at(1), 1), 1) for n, call in calls.items()})
 
         @fragment(role="actor")
         def choose(params, now, carry, keys):
-            policy, note, carry = team.act(params, inputs_of(now.obs, now.state), reset_carry(now.is_first, carry))
+            policy, value_input, carry = team.act(params, inputs_of(now.obs, now.state), reset_carry(now.is_first, carry))
             action = policy.sample(keys)
-            return action, policy.log_prob(action), note, carry
+            return action, policy.log_prob(action), value_input, carry
 
         def act(params: Any, now: Now, carry: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
-            action, log_prob, note, carry = choose(params, now, carry, keys)
-            return action, (log_prob, note, carry), carry
+            action, log_prob, value_input, carry = choose(params, now, carry, keys)
+            return action, (log_prob, value_input, carry), carry
 
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
-            def note(params: Any, final: Any) -> jax.Array:
+            def value_input(params: Any, final: Any) -> jax.Array:
                 obs, state, carry = final
-                return team.note(params, inputs_of(obs, state), carry)
+                return team.value_input(params, inputs_of(obs, state), carry)
 
-            return truncated_values(note, params, (final_obs, final_state, carries), truncated, and_last=True)
+            return truncated_values(value_input, params, (final_obs, final_state, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def estimate_advantages(params, experience, notes, bootstrap_value, size):
-            t, value = experience, values(team, params, inputs_of(experience.obs, experience.state), notes)
+        def estimate_advantages(params, experience, value_inputs, bootstrap_value, size):
+            t, value = experience, values(team, params, inputs_of(experience.obs, experience.state), value_inputs)
             if size:
                 value, bootstrap_value = value * size.size, bootstrap_value * size.size
             truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
@@ -196,14 +195,14 @@ class IPPO:
             )
             target = value + advantage
             if size:
-                size = size.updated(target, t.present)
+                size = size.updated(target, t.valid)
                 value, target = value / size.size, target / size.size
             return value, advantage, target, size
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
             b, carry = gather_minibatch(self, batch, chosen, dims), gather_carry(self, carry, chosen, dims)
-            advantage = standardize(b.advantage, b.present) if self.normalize_advantage == "minibatch" else b.advantage
+            advantage = standardize(b.advantage, b.valid) if self.normalize_advantage == "minibatch" else b.advantage
 
             def loss(params):
                 policy, value, _ = network.unroll(params, b.inputs, b.is_first, carry)
@@ -219,7 +218,7 @@ class IPPO:
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
             """Makes all updates of one network; returns its parameters, its optimizer state and the mean statistics."""
             if self.normalize_advantage == "batch":
-                batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+                batch = batch._replace(advantage=standardize(batch.advantage, batch.valid))
 
             def update(learned, chosen):
                 params, opt_state, divergence = learned
@@ -233,29 +232,30 @@ class IPPO:
             return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
-        def update_networks(params, opt_state, progress, key, size, experience, carry, notes, bootstrap_value):
+        def update_networks(params, opt_state, progress, key, size, experience, carry, value_inputs, bootstrap_value):
             t = experience
-            value, advantage, target, size = estimate_advantages(params, t, notes, bootstrap_value, size)
+            value, advantage, target, size = estimate_advantages(params, t, value_inputs, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
-            present = t.present if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
-            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
+            valid = t.valid if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
+            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, valid)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            return params, opt_state, key, size, jax.tree.map(jnp.mean, stats) | learning_rate_metric(learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, stats) | learning_rate_metric(self, learning_rate, opt_state)
+            return params, opt_state, key, size, metrics
 
         def learn(
             params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, Learner, Metrics]:
             t = experience
-            _, notes, carries = t.extras
+            _, value_inputs, carries = t.extras
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
             # Data that only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
             params, opt_state, key, size, metrics = update_networks(
-                params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, notes, bootstrap_value
+                params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, value_inputs, bootstrap_value
             )
             return params, Learner(opt_state, key, rest.actor_keys, size), metrics
 
@@ -305,62 +305,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
     if identify and config.agent_ids:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
-        return _centralized_network(space, actions, venv.state_size + (num_agents if identify else 0), config)
+        return centralized_actor_critic(space, actions, venv.state_size + (num_agents if identify else 0), config)
     return actor_critic(config, space, actions)
-
-
-def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> ActorCritic:
-    space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
-    actor = recurrent_network(observation_space, lambda torso: _Policy(torso.of("actor"), space), config)
-    critic = recurrent_network(states, lambda torso: _Value(torso.of("critic")), config)
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        actor_key, critic_key = jax.random.split(key)
-        return {"actor": actor.init(actor_key), "critic": critic.init(critic_key)}
-
-    def act(params: Any, inputs: Any, carry: Any) -> tuple[Any, Any, Any]:
-        policy, actor_carry = actor.step(params["actor"], inputs[0], carry[0])
-        value, critic_carry = critic.step(params["critic"], inputs[1], carry[1])
-        return policy, value if has_core(config) else (), (actor_carry, critic_carry)
-
-    def unroll(params: Any, inputs: Any, is_first: jax.Array, carry: Any) -> tuple[Any, Any, Any]:
-        policy, actor_carry = actor.unroll(params["actor"], inputs[0], is_first, carry[0])
-        value, critic_carry = critic.unroll(params["critic"], inputs[1], is_first, carry[1])
-        return policy, value, (actor_carry, critic_carry)
-
-    def note(params: Any, inputs: Any, carry: Any) -> jax.Array:
-        return critic.step(params["critic"], inputs[1], carry[1])[0]
-
-    def value(params: Any, inputs: Any, note: Any) -> jax.Array:
-        return critic.step(params["critic"], inputs[1], ())[0] if isinstance(note, tuple) else note
-
-    def initial_carry(batch_shape: tuple[int, ...]) -> Any:
-        return actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)
-
-    return ActorCritic(init, initial_carry, act, note, value, unroll)
-
-
-class _Policy(nn.Module):
-    """A policy without a value function: a torso and a linear layer."""
-
-    torso: Torso
-    action_space: Discrete | Box
-
-    @nn.compact
-    def __call__(self, obs: jax.Array) -> Distribution:
-        """Maps observations to distributions over actions."""
-        size = num_outputs(self.action_space)
-        outputs = head(self.torso, size, 0.01)(self.torso(obs))
-        log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
-        return policy_of(self.action_space, outputs, obs, log_scale)
-
-
-class _Value(nn.Module):
-    """A value function without a policy: a torso and a linear layer."""
-
-    torso: Torso
-
-    @nn.compact
-    def __call__(self, state: jax.Array) -> jax.Array:
-        """Maps states to values `[...]`."""
-        return head(self.torso, 1, 1.0)(self.torso(state))[..., 0]

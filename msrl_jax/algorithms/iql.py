@@ -17,6 +17,7 @@ import optax
 from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import (
     Activation,
     Codec,
@@ -28,12 +29,11 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.fields import option
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
-from msrl_jax.loops.buffers import check_data
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.offline import (
     OfflineState,
     check_given,

@@ -36,15 +36,14 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Replay
+from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
-from msrl_jax.envs.actions import uniform_actions
+from msrl_jax.envs.actions import action_type, uniform_actions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.loops.buffers import agents_buffer
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -55,7 +54,9 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.losses.policy_gradient import value_loss
+from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.policies import linear_network, make_actor
 from msrl_jax.replay import Transition
@@ -102,7 +103,12 @@ class MADDPG:
         states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
         actor = make_actor(obs_space, size, self)
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
-        buffer = agents_buffer(view, self)
+        each = action_type(view.action_space)
+        action = jax.ShapeDtypeStruct((num_agents, *each.shape), each.dtype)
+        buffer = window_buffer(
+            view.observation_type, action, self, self.batch_size, self.replay.shards, agents=(num_agents,),
+            length=self.replay.n_step, discount=self.discount,
+        )  # fmt: skip
         optimizer = one = make_optimizer(self, epsilon=1e-8)
         if not shared:  # each agent has its own networks
 
@@ -132,9 +138,9 @@ class MADDPG:
             noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:], jnp.float32))(keys)
             return straight_through(only_legal(output, obs) + noise, self.temperature)
 
-        def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
+        def values(critics: Any, state: jax.Array, joint: jax.Array, valid: jax.Array) -> jax.Array:
             """Returns the values `[B, A]` of joint actions `[B, A, A, D]` in states `[B, S]`; absent agents' actions are 0."""
-            joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
+            joint = jnp.where(valid[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
             if not shared:
                 return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
             state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
@@ -144,9 +150,9 @@ class MADDPG:
             """Repeats the joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
             return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
 
-        def average(x: jax.Array, present: jax.Array) -> jax.Array:
+        def average(x: jax.Array, valid: jax.Array) -> jax.Array:
             """Averages over the valid examples `[B, A]`; sums over the agents if each has its own network."""
-            return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
+            return mean(x, valid) if shared else jax.vmap(mean, in_axes=1)(x, valid).sum()
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -181,26 +187,26 @@ class MADDPG:
         @fragment(role="learner")
         def gradients(params, target_params, batch):
             e, weight = batch.experience, batch.weight[:, None]
-            obs, next_obs, present = e.obs, e.next_obs, e.obs.present
+            obs, next_obs, valid = e.obs, e.next_obs, e.obs.valid
             next_key, key = jax.random.split(batch.key)
             next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
-            next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.present)
+            next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.valid)
             target = e.reward + e.discount * next_q
             taken = for_all(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
             own = jnp.eye(num_agents, dtype=bool)[:, :, None]
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
-                q = values(trained["critic"], obs.state, taken, present)
+                q = values(trained["critic"], obs.state, taken, valid)
                 critic_loss = weight * value_loss(q, target)
                 output = outputs(trained["actor"], obs.obs)
                 # The critic of an agent sees the new action of this agent and the old actions of the others.
                 joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
-                actor_loss = -values(params["critic"], obs.state, joint, present)
+                actor_loss = -values(params["critic"], obs.state, joint, valid)
                 actor_loss += self.output_penalty * jnp.square(output).mean(-1)
                 stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}
-                error = jax.vmap(mean)(jnp.abs(target - q), present)
-                return average(critic_loss + actor_loss, present), (error, {k: mean(x, present) for k, x in stats.items()})
+                error = jax.vmap(mean)(jnp.abs(target - q), valid)
+                return average(critic_loss + actor_loss, valid), (error, {k: mean(x, valid) for k, x in stats.items()})
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -234,7 +240,7 @@ class MADDPG:
             params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, OffPolicyState, Metrics]:
             t = experience
-            obs, next_obs = view.join(t.obs, t.state, t.present), view.join(t.final_obs, t.final_state, ~t.terminated)
+            obs, next_obs = view.join(t.obs, t.state, t.valid), view.join(t.final_obs, t.final_state, ~t.terminated)
             items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
             replay = insert(rest.replay, rest.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)

@@ -16,7 +16,6 @@ from msrl_jax.agents.agent import (
     Metrics,
     Progress,
     learning_rate_at,
-    learning_rate_metric,
     logical_axes,
     make_vector_env,
     split_keys,
@@ -40,12 +39,12 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
-from msrl_jax.loops.divergence import apply_gradients, no_divergence, update_divergence
+from msrl_jax.loops.divergence import apply_gradients, learning_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.losses.policy_gradient import ppo_loss
-from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_notes, values
-from msrl_jax.networks.layers import Carry, reset_carry
+from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.advantages import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
@@ -123,9 +122,9 @@ class PPO:
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
-            policy, note, carry = network.act(params, obs, reset_carry(is_first, carry))
+            policy, value_input, carry = network.act(params, obs, reset_carry(is_first, carry))
             action = policy.sample(keys)
-            return action, policy.log_prob(action), note, carry
+            return action, policy.log_prob(action), value_input, carry
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -138,11 +137,12 @@ class PPO:
         # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            return final_notes(network, params, final_obs, carries, truncated)
+            return final_value_inputs(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def estimate_advantages(params, size, t, notes, final_obs, last_notes):
-            value, bootstrap_value = values(network, params, t.obs, notes), values(network, params, final_obs, last_notes)
+        def estimate_advantages(params, size, t, value_inputs, final_obs, last_value_inputs):
+            value = values(network, params, t.obs, value_inputs)
+            bootstrap_value = values(network, params, final_obs, last_value_inputs)
             advantage, value, target, size = estimate(self, t, value, bootstrap_value, size)
             return size, (t, advantage, value, target)
 
@@ -151,7 +151,7 @@ class PPO:
             minibatch, advantage, old_value, target = gather_minibatch(self, batch, chosen)
             carry = gather_carry(self, carry, chosen)
             if self.normalize_advantage == "minibatch":
-                advantage = standardize(advantage, minibatch.present)
+                advantage = standardize(advantage, minibatch.valid)
 
             def loss(params):
                 policy, value, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
@@ -165,8 +165,8 @@ class PPO:
             return *learned, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, size, trajectory, notes, final_obs, last_notes, carry):
-            size, batch = estimate_advantages(params, size, trajectory, notes, final_obs, last_notes)
+        def learn(params, opt_state, progress, key, size, trajectory, value_inputs, final_obs, last_value_inputs, carry):
+            size, batch = estimate_advantages(params, size, trajectory, value_inputs, final_obs, last_value_inputs)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
@@ -179,26 +179,26 @@ class PPO:
 
             learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
             params, opt_state, _ = learned
-            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, size, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
-                action, log_prob, note, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
+                action, log_prob, value_input, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
-                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
-                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, note, t.final_obs, carry)
+                experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
+                return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, value_input, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
-            (env_state, obs, is_first, carry), (trajectory, notes, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_notes = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
+            (env_state, obs, is_first, carry), (trajectory, value_inputs, final_obs, carries) = jax.lax.scan(step, start, keys)
+            last_value_inputs = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
             trajectory = add_bonus(trajectory, obs)
             params, opt_state, key, size, metrics = learn(
-                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, notes, final_obs, last_notes,
-                state.carry,
+                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, value_inputs, final_obs,
+                last_value_inputs, state.carry,
             )  # fmt: skip
             after = PPOState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry), size)
             return after, {**metrics, **episodes}

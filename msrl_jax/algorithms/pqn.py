@@ -36,7 +36,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, PerEnv
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
@@ -45,9 +45,9 @@ from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
-from msrl_jax.networks.layers import Carry, first_steps, reset_carry
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
 from msrl_jax.returns.advantages import gae, mean
 
 
@@ -71,7 +71,7 @@ class Experience(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
-    present: jax.Array | None  # which steps count; all if None
+    valid: jax.Array | None  # which steps count; all if None
 
     @property
     def is_first(self) -> jax.Array:
@@ -158,11 +158,11 @@ class PQN:
 
         @fragment(role="learner")
         def lambda_targets(params, t, bootstrap_value, carry):
-            """Returns the Q(lambda) targets of the greedy policy: `lambda_return` for valid (`present`) steps. `[T, E]`"""
+            """Returns the Q(lambda) targets of the greedy policy: `lambda_return` for valid (`valid`) steps. `[T, E]`"""
             value = only_legal(network.unroll(params, t.obs, t.is_first, carry)[0], t.obs).max(-1)
             next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
             return value + gae(
-                t.reward, value, next_value, t.terminated, t.truncated, t.present,
+                t.reward, value, next_value, t.terminated, t.truncated, t.valid,
                 discount=self.discount, gae_lambda=self.q_lambda,
             )  # fmt: skip
 
@@ -174,8 +174,8 @@ class PQN:
             def loss(params):
                 outputs, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
                 taken = jnp.take_along_axis(outputs, minibatch.action[..., None], -1)[..., 0]
-                total = mean(optax.l2_loss(taken, target), minibatch.present)
-                return total, {"loss": total, "value": mean(taken, minibatch.present)}
+                total = mean(optax.l2_loss(taken, target), minibatch.valid)
+                return total, {"loss": total, "value": mean(taken, minibatch.valid)}
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -204,7 +204,7 @@ class PQN:
                 env_state, obs, is_first, carry = before
                 action, carry = explore(state.params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.present)
+                experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)

@@ -8,12 +8,10 @@ In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the 
 an agent, `L` is `trace_length` and `H` is `memory_size`.
 """
 
-import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.action_spaces import check_discrete
@@ -31,15 +29,14 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.options import Annealed, PerEnv, Replay
-from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
+from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.replay_options import Replay
+from msrl_jax.envs import JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.loops.buffers import sequence_buffer
-from msrl_jax.loops.recurrence import replay_values, successors
+from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -53,10 +50,12 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
+from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.networks.layers import Carry, Network, dense, reset_carry
-from msrl_jax.networks.q_network import epsilon_greedy, value_heads
-from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.networks.agent_values import agent_values
+from msrl_jax.networks.mixers import monotonic_mixer, sum_mixer
+from msrl_jax.networks.q_network import epsilon_greedy
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
 
@@ -119,7 +118,7 @@ class QMIX:
 
         def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
             """Returns the values of joint actions `[...]` from those of the agents `[..., A]`; absent agents add nothing."""
-            return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+            return mixer.apply(params["mixer"], jnp.where(obs.valid, values, 0.0), obs.state)
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -203,7 +202,7 @@ class QMIX:
             params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, OffPolicyState, Metrics]:
             t = experience
-            obs, next_obs = view.join(t.obs, t.state, t.present), view.join(t.final_obs, t.final_state, ~t.terminated)
+            obs, next_obs = view.join(t.obs, t.state, t.valid), view.join(t.final_obs, t.final_state, ~t.terminated)
             items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
             replay = insert(rest.replay, rest.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
@@ -249,76 +248,3 @@ VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the
 def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
     """Gathers the values `[..., A]` of actions `[..., A]` from those of all actions `[..., A, N]`."""
     return jnp.take_along_axis(values, action[..., None], -1)[..., 0]
-
-
-def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
-    """Makes a network from `JointObservation`s to the action values `[..., A, N]` of all agents; carries are `[..., A, H]`."""
-    shared = config.share_parameters
-    identify = shared and config.agent_ids and num_agents > 1
-    space = with_ids_space(observation_space, num_agents) if identify else observation_space
-    one = recurrent_network(space, lambda torso: value_heads(torso, action_space, config, dueling=config.dueling), config)
-
-    def init(key: jax.Array) -> Any:
-        # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
-        return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
-
-    def seen(joint: Any) -> Any:
-        return with_ids(joint.obs, num_agents, observation_space) if identify else joint.obs
-
-    def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
-        obs = seen(joint)
-        if shared:
-            return one.step(params, obs, carry)
-        axis = joint.present.ndim - 1
-        return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
-
-    def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-        obs = seen(joint)
-        if not shared:
-            return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
-        # The agents of an environment are rows of the shared network.
-        length, batch = is_first.shape
-        rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
-        carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
-        outputs = one.unroll(params, rows, jnp.repeat(is_first, num_agents, axis=1), carry)
-        return jax.tree.map(lambda x: x.reshape(length, batch, num_agents, *x.shape[2:]), outputs)
-
-    return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
-
-
-def sum_mixer() -> Network:
-    """Makes the mixer of VDN: the sum (Sunehag et al., 2017, arXiv 1706.05296). It has no parameters."""
-    return Network(lambda key: {}, lambda params, values, state: values.sum(-1))
-
-
-def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
-    """Makes the mixer of QMIX, of values `[..., A]` and states `[..., S]`, monotonic in every value (1803.11485, 4.1)."""
-    module = _Monotonic(num_agents, mixing_size, hyper_size)
-    inputs = [jnp.zeros((1, size), jnp.float32) for size in (num_agents, state_size)]
-    init = lambda key: module.init(key, *inputs)  # noqa: E731
-    return Network(init, module.apply)
-
-
-class _Monotonic(nn.Module):
-    """The mixer of QMIX, with `h + elu(h)` instead of the paper's `elu(h)`.
-
-    `elu(h)` is flat where values are negative, for example if rewards are costs, and agents learn little there.
-    """
-
-    num_agents: int
-    mixing_size: int
-    hyper_size: int
-
-    @nn.compact
-    def __call__(self, values: jax.Array, state: jax.Array) -> jax.Array:
-        """Maps values `[..., A]` and states `[..., S]` to `[...]`."""
-
-        def hyper(size: int) -> jax.Array:
-            return dense(size, 0.1)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
-
-        start = 1 / math.sqrt(self.mixing_size)  # `mixing_size` products of two weights make a slope, of 1 to 2 at first
-        weights = jnp.abs(start + hyper(self.num_agents * self.mixing_size))
-        weights = weights.reshape(*weights.shape[:-1], self.num_agents, self.mixing_size)
-        mixed = jnp.sum(values[..., None] * weights, axis=-2) + dense(self.mixing_size, 0.1)(state)
-        hidden = mixed + nn.elu(mixed)
-        return jnp.sum(hidden * jnp.abs(start + hyper(self.mixing_size)), axis=-1) + hyper(1)[..., 0]

@@ -28,15 +28,15 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Annealed, PerEnv, Prioritized, Replay
+from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.replay_options import Prioritized, Replay
 from msrl_jax.envs import Environment
-from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.actions import action_transform, action_type
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.buffers import replay_buffer
-from msrl_jax.loops.recurrence import replay_values, successors
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -50,10 +50,11 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
+from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
-from msrl_jax.networks.layers import Carry, reset_carry
 from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
 
@@ -112,7 +113,8 @@ class R2D2:
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)  # noqa: E731
         network = recurrent_network(venv.observation_space, heads, self)
-        buffer = replay_buffer(env, self, jax.eval_shape(lambda: network.initial_carry(())))
+        steps = observation_type(env), action_type(action_space), self, jax.eval_shape(lambda: network.initial_carry(()))
+        buffer = sequence_buffer(*steps, may_be_absent=is_on_host(env))
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
@@ -196,7 +198,7 @@ class R2D2:
                 env_state, obs, is_first, carry = before
                 action, carry, next_carry = explore(acting_params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

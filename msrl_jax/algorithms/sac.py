@@ -26,16 +26,25 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import C51, TQC, Expected, Hindsight, Replay
+from msrl_jax.configs.predictions import C51, TQC, Expected
+from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.masks import mask_of
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import check_data, replay_buffer
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
-from msrl_jax.loops.recurrence import check_core, initial_carry, single_steps, step_cores, window_error, with_core
+from msrl_jax.loops.recurrence import (
+    check_core,
+    initial_carry,
+    replay_buffer,
+    single_steps,
+    step_cores,
+    window_error,
+    with_core,
+)
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -51,8 +60,8 @@ from msrl_jax.losses.distributional import check_support
 from msrl_jax.losses.entropy import expected_soft_value, soft_value, temperature_loss
 from msrl_jax.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.layers import reset_carry
 from msrl_jax.networks.policies import make_critics, make_policy
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
@@ -240,7 +249,7 @@ class SAC:
                 seen = actor_obs(obs)
                 action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -15,6 +15,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.checking import is_constant
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -27,19 +28,20 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.fields import is_constant
-from msrl_jax.configs.options import C51, TQC, Expected, Hindsight, Replay
+from msrl_jax.configs.predictions import C51, TQC, Expected
+from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import check_data, replay_buffer
+from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
 from msrl_jax.loops.recurrence import (
     check_core,
     first_critic,
     initial_carry,
+    replay_buffer,
     single_steps,
     step_cores,
     window_error,
@@ -58,8 +60,8 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.losses.critics import prediction_of
 from msrl_jax.losses.distributional import check_support
-from msrl_jax.networks.layers import reset_carry
 from msrl_jax.networks.policies import make_actor, make_critics
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
@@ -237,7 +239,7 @@ class TD3:
                 seen = actor_obs(obs)
                 action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
+                item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.agents.transformations import scheduled
-from msrl_jax.configs.config import ALGORITHMS, config, field
-from msrl_jax.configs.fields import is_object, written
+from msrl_jax.configs.choices import written
+from msrl_jax.configs.config import config, field
+from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.envs.base import env_name
@@ -25,6 +26,7 @@ from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.networks.distributions import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make
+from msrl_jax.registry.table import ALGORITHMS
 from msrl_jax.registry.team_text import split, without_agents
 
 RANDOM = "random"

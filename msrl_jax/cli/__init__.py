@@ -1,3 +1,3 @@
 """The command line, `msrl-jax`."""
 
-from msrl_jax.cli.command_line import main as main
+from msrl_jax.cli.entry_point import main as main

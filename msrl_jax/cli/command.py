@@ -12,8 +12,8 @@ from msrl_jax.cli.options import REQUIRED, Option, Part, UsageError, nearest, va
 from msrl_jax.fragments.support.naming import check_trust
 
 
-class Outcome(NamedTuple):
-    """The outcome of a command: its text, the same as data, and the exit code."""
+class Output(NamedTuple):
+    """The output of a command: its text, the same as data, and the exit code."""
 
     text: object = ""
     data: Any = None
@@ -26,7 +26,7 @@ class General:
 
     Args:
       cpu_devices: compute on this many virtual CPU devices.
-      json: print the outcome as one line of JSON instead of text, as the last line on stdout.
+      json: print the outcome as one line of JSON instead of text; everything else is printed on stderr.
       trust: run the code that the folder of a run, a config file or a learner names: modules, and files of algorithms.
       config: file with options, FILE.toml, whose keys are the names of flags; flags take precedence over the file.
       print_config: print a config file with all options, and exit.
@@ -45,14 +45,14 @@ class Command:
 
     Attributes:
       function: the function to run. It gets one dictionary per entry of `parts`, with the given arguments, and its own options
-        by name; it returns an `Outcome`. The first line of its docstring is the help text.
+        by name; it returns an `Output`. The first line of its docstring is the help text.
       parts: library functions whose parameters are also options; an option that several have is passed to each of them.
       others: functions whose parameters are options that the command line itself uses.
       sweeps: whether config fields take several values.
       check: raises the command's error for wrong arguments of the first part, as far as they are known without running it.
     """
 
-    function: Callable[..., Outcome]
+    function: Callable[..., Output]
     parts: tuple[Part, ...]
     others: tuple[Part, ...]
     sweeps: bool
@@ -75,7 +75,7 @@ class Command:
             found |= {option.name: option for option in part.options() if option.name not in found}
         return found
 
-    def __call__(self, given: Mapping[str, Any]) -> Outcome:
+    def __call__(self, given: Mapping[str, Any]) -> Output:
         """Runs the command with the given values of options and fields."""
         known, own = self.options(), inspect.signature(self.function).parameters
         of_parts = [
@@ -92,7 +92,7 @@ def command(
     others: Sequence[Callable[..., Any]] = (),
     sweeps: bool = False,
     check: Callable[[dict[str, Any]], object] | None = None,
-) -> Callable[[Callable[..., Outcome]], Command]:
+) -> Callable[[Callable[..., Output]], Command]:
     """Makes a function into a `Command`."""
     made = tuple(part if isinstance(part, Part) else Part(part) for part in parts)
     return lambda function: Command(function, made, tuple(map(Part, others)), sweeps, check)

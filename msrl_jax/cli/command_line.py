@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
-    if (code and _is_one_of_several()) or (is_whole_process and compiling.is_busy()):
+    if (code and _is_one_of_several()) or (is_whole_process and (code == INTERRUPTED or compiling.is_busy())):
         _end(code)
     return code
 
@@ -94,7 +94,7 @@ def _is_one_of_several() -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process immediately: a normal exit would wait for other processes and for compilations in progress."""
+    """Ends the process immediately: a normal exit would wait for other processes, and for threads that compile or compute."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -168,7 +168,11 @@ def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str
     processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
     if (code := launch.start(argv, **processes)) is not None:
         return code
-    with contextlib.nullcontext() if name == "list" else compiling.on_disk():
+    with contextlib.ExitStack() as stack:
+        if general.json:  # such as what an environment or a package that draws prints
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if name != "list":
+            stack.enter_context(compiling.on_disk())
         text, data, code = command(given)
     if general.json and data is not None:
         if "jax" in sys.modules:  # otherwise the data are plain already

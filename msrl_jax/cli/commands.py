@@ -18,17 +18,15 @@ from typing import Any, Literal
 
 from msrl_jax import _rooms
 from msrl_jax.cli import launch, listing
-from msrl_jax.cli.command import Command, Outcome, command
+from msrl_jax.cli.command import Command, Output, command
 from msrl_jax.cli.config_file import recipe_file
-from msrl_jax.cli.options import Part, UsageError
+from msrl_jax.cli.options import TRAIN, Part, UsageError
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.compiling import use_cpu_devices
 from msrl_jax.run import recipes
 
 DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
-
-TRAIN = "msrl_jax.run.training:train"
 
 
 def _note(text: object) -> None:
@@ -60,13 +58,11 @@ def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
 def check_train(asked: dict[str, Any]) -> None:
     """Raises the error of `train` for arguments that are wrong for any environment, data and devices."""
     from msrl_jax import policies
-    from msrl_jax.run.prepare import experiment_of
+    from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 
     if not asked.get("resume"):  # otherwise the folder supplies the arguments that are not given
-        known = {option.name for option in Part(TRAIN).options()} | TRAIN_COMMAND.options().keys()
-        names = ("algo", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard")
-        fields = {name: x for name, x in asked.items() if name not in known}
-        experiment_of(**{name: asked[name] for name in names if asked.get(name) is not None}, overrides=fields)
+        of_run = TRAIN_COMMAND.options().keys() - {"algo", "env", *ARGUMENTS}
+        make_experiment(**{name: x for name, x in asked.items() if name not in of_run})
     if asked.get("policy") is not None:
         policies.get(asked["policy"])
 
@@ -80,7 +76,7 @@ def train(
     video_every: int | None = None,
     tensorboard: bool = False,
     wandb: str | None = None,
-) -> Outcome:
+) -> Output:
     """Train an agent; without arguments, PPO on CartPole-v1.
 
     Args:
@@ -112,14 +108,14 @@ def train(
         asked |= {"out": out, "callbacks": loggers}
         result = run.train(**asked)
     code = NOT_SAVED if result.save_error else exit_code(result)
-    return Outcome(result, result.summary() | {"folder": result.folder}, code) if first else Outcome(code=code)
+    return Output(result, result.summary() | {"folder": result.folder}, code) if first else Output(code=code)
 
 
 TRAIN_COMMAND = train
 
 
-@command(Part("msrl_jax.search.sweep:sweep", without=("devices",)), sweeps=True)
-def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Outcome:
+@command(Part("msrl_jax.search.sweep:sweep", without=("devices", "guard", "pbt")), sweeps=True)
+def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Output:
     """Train an algorithm with many settings at the same time, and rank them.
 
     A config flag that takes a number also takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2. A flag that takes
@@ -139,8 +135,8 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
     if any(trial.mean == trial.mean for trial in result.trials):  # skipped if all means are nan
         text += f"\nthe best setting again: {result.command()}"
         if plot is not None:
-            result.plot(plot)
-    return Outcome(text, result.summary(), exit_code(result))
+            search.plot_sweep(result, plot)
+    return Output(text, result.summary(), exit_code(result))
 
 
 def exit_code(result: Any) -> int:
@@ -163,7 +159,7 @@ def about_agent(result: Any, member: int | None) -> tuple[str, dict[str, Any]]:
 
 
 @command(run_of, "msrl_jax.run.result:Result.evaluate")
-def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
+def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Output:
     """Play greedy episodes with a trained agent."""
     from msrl_jax.data.check_spaces import agents_of
 
@@ -171,11 +167,11 @@ def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
     played = result.evaluate(**asked)
     line, about = about_agent(result, asked.get("member"))
     data = about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played)
-    return Outcome(f"{line}{played}", data)
+    return Output(f"{line}{played}", data)
 
 
 @command(Part(run_of, without=("checkpoint",)), Part("msrl_jax.data.rollout:record", without=("result", "path")))
-def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Outcome:
+def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Output:
     """Run a trained agent, and write its steps to a data set.
 
     Args:
@@ -185,22 +181,24 @@ def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path)
     from msrl_jax import data
 
     dataset = data.record(run_of(**run), path=out, **asked)
-    return Outcome(dataset, dataset.describe() | {"file": out})
+    return Output(dataset, dataset.describe() | {"file": out})
 
 
-@command(Part(TRAIN, only=("algo", "env", "env_params", "policy", "seeds")))
+@command("msrl_jax.run.prepare:make_experiment")
 def explain(
     asked: dict[str, Any],
     *,
+    policy: str | None = None,
     devices: tuple[str, ...] = (),
     envs_per_device: int | None = None,
     beside: tuple[str, ...] = (),
     out: Path | None = None,
     cpu_devices: int | None = None,
-) -> Outcome:
+) -> Output:
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
     Args:
+      policy: a distribution policy, by default that of train; auto measures the policies and takes the fastest.
       devices: plan for these devices, even if you do not have them: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Give several to compare
         them in a table.
       envs_per_device: environments per device, instead of num_envs.
@@ -223,30 +221,29 @@ def explain(
     from msrl_jax.run.disk.folder import write_text
     from msrl_jax.run.prepare import make_experiment
 
-    common = {name: asked.pop(name) for name in ("env_params", "seeds") if name in asked}
-    algo, env, policy = (asked.pop(name, usual) for name, usual in (("algo", "ppo"), ("env", "CartPole-v1"), ("policy", None)))
-    experiment = make_experiment(algo, env, overrides=asked, **common)
+    experiment = make_experiment(**asked)
     names = list(dict.fromkeys(name or experiment.usual_policy for name in (policy, *beside)))
     if out is not None:
         _check_picture(out, max(1, len(devices)) * len(names))
     rows, reasons, placed = [], [], []
     if devices:
         for name in names:
-            rows += plans(algo, env, name, devices, envs_per_device, **common, **asked)
+            rows += plans(**asked, policy=name, devices=devices, envs_per_device=envs_per_device)
     else:
         reasons = [choose_policy(experiment, note=_note)] if any(map(is_auto, names)) else []
         each = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
         placed = {spec(policy): policy for policy in each}.values()
     found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if out is not None:
-        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, f"{algo} on {env}"))
+        title = f"{experiment.name} on {experiment.env_name}"
+        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, title))
     if len(rows) > 1:
-        return Outcome(format_table(rows), [row.to_dict() for row in rows])
+        return Output(format_table(rows), [row.to_dict() for row in rows])
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
     chosen = {"choice": reasons[0].to_dict()} if reasons else {}
     data = [plan.to_dict() | {"parameters": parts} | chosen for plan in found]
-    return Outcome("\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]), data if len(data) > 1 else data[0])
+    return Output("\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]), data if len(data) > 1 else data[0])
 
 
 def _check_picture(out: Path, number: int) -> None:
@@ -265,28 +262,32 @@ def _can_draw() -> None:
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
-@command(run_of, Part("msrl_jax.run.result:Result.video", without=("path",)))
-def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Outcome:
+@command(run_of, Part("msrl_jax.run.outputs.video:video", without=("result", "path")))
+def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Output:
     """Write a video of a trained agent: greedy episodes.
 
     Args:
       out: the file: .gif, .mp4 or .html
     """
     _can_draw()
-    made = run_of(**run).video(out, **asked)
+    from msrl_jax.run import video
+
+    made = video(run_of(**run), out, **asked)
     lengths = [len(episode) - 1 for episode in made.episodes]
-    return Outcome(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
+    return Output(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
 
 
-@command(run_of, "msrl_jax.run.result:Result.export")
-def export(run: dict[str, Any], asked: dict[str, Any]) -> Outcome:
+@command(run_of, Part("msrl_jax.run.outputs.export:export", without=("result",)))
+def export(run: dict[str, Any], asked: dict[str, Any]) -> Output:
     """Export the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
-    file = run_of(**run).export(**asked)
-    return Outcome(file, {"file": str(file)})
+    from msrl_jax.run import export
+
+    file = export(run_of(**run), **asked)
+    return Output(file, {"file": str(file)})
 
 
 @command(Part("msrl_jax.report.runs_page:runs_page", without=("path",)))
-def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Outcome:
+def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
     """Write a page about runs: returns and curves of each setting, their differences, times, and how to repeat each run.
 
     Args:
@@ -295,11 +296,11 @@ def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Outcome
     from msrl_jax.report import runs_page
 
     page = runs_page(**asked, path=out)
-    return Outcome(page, {"page": str(page)})
+    return Output(page, {"page": str(page)})
 
 
 @command(Part("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
-def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
+def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
     """Plot a curve with its interval over seeds for each setting of each run, as a figure for a paper.
 
     Args:
@@ -308,20 +309,20 @@ def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Outcome:
     from msrl_jax.report import plot_runs
 
     plot_runs(**asked, path=out)
-    return Outcome(out, {"figure": str(out)})
+    return Output(out, {"figure": str(out)})
 
 
-@command(Part("msrl_jax.report.bench:bench", without=("devices", "on_stage", "on_measurement")))
-def bench(asked: dict[str, Any]) -> Outcome:
+@command(Part("msrl_jax.report.bench:bench", without=("devices", "note")))
+def bench(asked: dict[str, Any]) -> Output:
     """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
 
-    measurements = report.bench(**asked, on_stage=_note, on_measurement=_note)
-    return Outcome(report.format_table(measurements), measurements)
+    measurements = report.bench(**asked, note=_note)
+    return Output(report.format_table(measurements), measurements)
 
 
-@command(Part("msrl_jax.report.profiling:profile", without=("devices", "on_stage")))
-def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Outcome:
+@command(Part("msrl_jax.report.profiling:profile", without=("devices", "note")))
+def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Output:
     """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
     Args:
@@ -335,10 +336,10 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
     if out is not None:
         profiles.check_profile(out)
     measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
-    made = profile(**asked, **measured, on_stage=_note)
+    made = profile(**asked, **measured, note=_note)
     for file in filter(None, (run and run / profiles.OF_RUN, out)):
         made.save(file)
-    return Outcome(made, made.to_dict())
+    return Output(made, made.to_dict())
 
 
 @command(Part("msrl_jax.report.reproduction:reproduce", without=("name", "out", "compare", "devices")))
@@ -350,7 +351,7 @@ def reproduce(
     pages: Path | None = None,
     records: Path | None = None,
     time_limit: float | str | None = None,
-) -> Outcome:
+) -> Output:
     """Train recipes on several seeds, and check whether their scores agree with the recorded ones.
 
     Args:
@@ -392,7 +393,7 @@ def reproduce(
             each.record.write(recipes.record_path(name, folder))
         code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
     text = "" if pages is None else f"{len(pages_of.write_pages(pages, folder))} files in {pages}"
-    return Outcome(text, found, code)
+    return Output(text, found, code)
 
 
 def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, update: bool) -> bool:
@@ -425,18 +426,18 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
 
 
 @command("msrl_jax.registry.copying:copy")
-def copy(asked: dict[str, Any]) -> Outcome:
+def copy(asked: dict[str, Any]) -> Output:
     """Copy the file of an algorithm under a new name, so that you can change it; train it with `--algo FILE`."""
     from msrl_jax import algorithms
 
     path = algorithms.copy(**asked)
     lines = len(path.read_text("utf-8").splitlines())
     next_ = f"train it with msrl-jax train --algo {shlex.quote(str(path))}"
-    return Outcome(f"{path} has {asked['algorithm']} in {lines} lines; {next_}", {"file": str(path), "lines": lines})
+    return Output(f"{path} has {asked['algorithm']} in {lines} lines; {next_}", {"file": str(path), "lines": lines})
 
 
 @command()
-def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = False) -> Outcome:
+def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = False) -> Output:
     """List the algorithms, environments, distribution policies, and installable suites of environments.
 
     Args:
@@ -446,16 +447,16 @@ def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = Fa
     """
     if records is not None and not recipes:
         raise UsageError("--records needs --recipes; give both, or leave it out")
-    return Outcome(*(listing.recipes_in(records) if recipes else listing.names(only_envs=envs)))
+    return Output(*(listing.recipes_in(records) if recipes else listing.names(only_envs=envs)))
 
 
 @command("msrl_jax.envs.check_values:check")
-def check_env(asked: dict[str, Any]) -> Outcome:
+def check_env(asked: dict[str, Any]) -> Output:
     """Test an environment with random actions, and report where it breaks the protocol."""
     from msrl_jax.envs import check
 
     found = check(**asked)
-    return Outcome(found, dataclasses.asdict(found) | {"ok": found.ok}, 0 if found.ok else DOES_NOT_CONFORM)
+    return Output(found, dataclasses.asdict(found) | {"ok": found.ok}, 0 if found.ok else DOES_NOT_CONFORM)
 
 
 COMMANDS: _rooms.Registry[Command] = _rooms.Registry(

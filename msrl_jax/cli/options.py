@@ -6,21 +6,21 @@ The type of a parameter determines how its values on the command line and in a c
 import argparse
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import math
-import operator
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
+from msrl_jax.cli.signatures import of_source
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.text_values import parts_of, read_literal, split_specs
 from msrl_jax.run.disk import toml
 
 REQUIRED = inspect.Parameter.empty
+TRAIN = "msrl_jax.run.training:train"
 
 
 class UsageError(ValueError):
@@ -93,7 +93,8 @@ class Option:
     @property
     def metavar(self) -> str:
         """A short description of its values, for the help."""
-        alternatives = [f"{part.option}[:field=value,...]" for part in self.parts if hasattr(part, "option")]
+        known = [getattr(part, "option", None) for part in self.parts]
+        alternatives = [f"{option}[:field=value,...]" for option in known if isinstance(option, str)]
         names = [*alternatives, *(name for name in self.choices if name != "None" or alternatives)]
         names += [kind.__name__.upper() for kind in self.numbers]
         names += ["TEXT"] if self.numbers and str in self.parts else []
@@ -191,7 +192,7 @@ class Part:
     """A function whose parameters are options of a command.
 
     Attributes:
-      of: the function, or its location `MODULE:NAME`, which is imported when its options are needed.
+      of: the function, or its location `MODULE:NAME` in this package, whose source is read: its module may import JAX.
       without: the parameters that are not options.
       only: the parameters that are options, if not all.
     """
@@ -202,11 +203,8 @@ class Part:
 
     @functools.cached_property
     def function(self) -> Any:
-        """The function."""
-        if not isinstance(self.of, str):
-            return self.of
-        module, _, path = self.of.partition(":")
-        return operator.attrgetter(path)(importlib.import_module(module))
+        """The function, or one with its signature and docstring."""
+        return of_source(self.of) if isinstance(self.of, str) else self.of
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -215,16 +213,24 @@ class Part:
 
     @property
     def has_fields(self) -> bool:
-        """Whether the function takes the fields of a config."""
+        """Whether the function takes what an experiment is made from: arguments of `train`, and fields of a config."""
         return "algo" in self.parameters and any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     def takes(self, name: str) -> bool:
         """Returns whether the function gets the value of an option."""
         is_chosen = name in self.only if self.only else name not in self.without
-        return is_chosen and name in self.parameters
+        return is_chosen and (name in self.parameters or name in self._of_experiment)
+
+    @property
+    def _of_experiment(self) -> tuple[str, ...]:
+        if not self.has_fields:
+            return ()
+        from msrl_jax.run.prepare import ARGUMENTS
+
+        return ARGUMENTS
 
     def options(self) -> Iterator[Option]:
-        """Yields the parameters that the docstring of the function documents, as options."""
+        """Yields the parameters that the docstring of the function documents, as options; and those of an experiment."""
         docs = arguments_of(self.function)
         for name, p in self.parameters.items():
             if p.kind is p.VAR_POSITIONAL and name in docs:
@@ -232,6 +238,8 @@ class Part:
             elif p.kind is not p.VAR_KEYWORD and name in docs and self.takes(name):
                 is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
                 yield Option(name, p.annotation, p.default, docs[name], is_positional)
+        if more := [x for x in ("algo", "env", *self._of_experiment) if x not in docs and self.takes(x)]:
+            yield from Part(TRAIN, only=tuple(more)).options()
 
 
 def arguments_of(function: Any) -> dict[str, str]:
@@ -249,7 +257,8 @@ def arguments_of(function: Any) -> dict[str, str]:
 def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
-    from msrl_jax.configs.fields import all_fields, choices, tunable_fields, value_of
+    from msrl_jax.configs.fields import choices
+    from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 
     configs = {name: algorithms.get(name) for name in algos}
     known = {name: all_fields(config) for name, config in configs.items()}
@@ -329,7 +338,7 @@ def nearest(name: str, known: Sequence[str], *, has_fields: bool) -> str:
     """Suggests what an unknown name means, to append to a message: a known name, or a field of other algorithms' configs."""
     if has_fields:
         from msrl_jax import algorithms
-        from msrl_jax.configs.fields import all_fields
+        from msrl_jax.configs.names import all_fields
 
         if having := [algo for algo in algorithms.names() if name.replace("-", "_") in all_fields(algorithms.get(algo))]:
             return f", which is one of {', '.join(having)}"

@@ -13,16 +13,16 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, dataclass_transform
 
-from msrl_jax import _rooms
-from msrl_jax.configs import fields
-from msrl_jax.configs.fields import Codec as Codec
+import jax
+
+from msrl_jax.configs.classes import class_of_fields
+from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.fields import Tunable as Tunable
 from msrl_jax.configs.fields import TunableOrNone as TunableOrNone
-from msrl_jax.configs.fields import all_fields, is_deferred, value_of
+from msrl_jax.configs.fields import choices
 from msrl_jax.configs.fields import field as field
 from msrl_jax.configs.fields import tunable as tunable
 from msrl_jax.envs.privileged import with_privileged
-from msrl_jax.fragments.support.tracebacks import entry
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or its MODULE:NAME
@@ -30,12 +30,13 @@ CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core,
 # also NAME:parameter=value,...; or an optax.GradientTransformation, or its MODULE:NAME
 OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Normalization = Literal["minibatch", "batch", "none"]
+Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 
 T = TypeVar("T")
 
 
-ALGORITHMS: _rooms.Registry[type] = _rooms.Registry("algorithms")
-"""The configs of all algorithms, by name; those of optional rooms are imported when they are looked up."""
+DECLARED: dict[str, type] = {}
+"""The configs whose modules have been imported, by the name of the algorithm."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, tunable))
@@ -65,17 +66,16 @@ def config(
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
 
     def make(cls: Any) -> Any:
-        _check_declaration(cls)
-        cls.__post_init__ = fields.check_made
+        where = f"the config {cls.__name__}"
+        _check_class(cls, where)
         cls.build = _of_plain_fields(cls.build)
-        new: Any = entry(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+        new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
-        fields.register(new)
-        is_of_room = _rooms.added("algorithms").get(name) == f"{new.__module__}:{new.__qualname__}"
-        alike = [] if is_of_room else [ALGORITHMS[n] for n in ALGORITHMS if n.lower() == name.lower()]
-        if any(before is not None and _place(before) != _place(new) for before in alike):
+        new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
+        alike = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
+        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in alike):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
-        ALGORITHMS[name] = new  # a notebook cell may redefine it
+        DECLARED[name] = new  # a notebook cell may redefine it
         return new
 
     return make
@@ -99,9 +99,8 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
 
 
-def _check_declaration(cls: type) -> None:
+def _check_class(cls: type, where: str) -> None:
     """Raises TypeError unless `config` can make the class a config."""
-    where = f"the config {cls.__name__}"
     if not callable(getattr(cls, "build", None)):
         raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
     if parents := [base.__name__ for base in cls.__mro__[1:] if "many_agents" in vars(base)]:
@@ -109,7 +108,6 @@ def _check_declaration(cls: type) -> None:
         raise TypeError(f"{fact}; list its fields, and pass those of {parents[0]} on: {parents[0]}(name=self.name).build(env)")
     if "__post_init__" in vars(cls):
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
-    fields.check_declaration(cls, where)
 
 
 def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,11 +115,13 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def built(self: Any, env: Any) -> Any:
-        for name, f in all_fields(self).items():
-            value = value_of(self, name)
-            may_be_word = f.metadata.get("tunable") or (Any in typing.get_args(f.type) and isinstance(value, str))
-            if may_be_word and is_deferred(value):
-                where = f"{type(self).__name__}.{name}={value!r}"
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            is_word = isinstance(value, str) and Any in typing.get_args(f.type)
+            is_number = f.metadata.get("tunable") or choices(f)
+            words = jax.tree.leaves(value, is_leaf=is_deferred) if is_number else [value] * is_word
+            if any(map(is_deferred, words)):
+                where = f"{type(self).__name__}.{f.name}={value!r}"
                 raise ValueError(f"{where} is not resolved yet; call msrl_jax.algorithms.build(config, env), which resolves it")
         return build(self, with_privileged(env) if self.privileged else env)
 

@@ -5,7 +5,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from msrl_jax.configs.fields import all_fields, choices, is_option, located, read_option
+from msrl_jax.configs.choices import located, read_option
+from msrl_jax.configs.fields import choices, is_option
+from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
 
 T = TypeVar("T")

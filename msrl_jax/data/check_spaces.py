@@ -158,7 +158,7 @@ def bytes_per_step(env: Environment) -> int:
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
     row = 2 * tree_bytes(obs) + tree_bytes(action) + 4 + 1 + masks  # the reward, and `terminated`
     if has_agents(env):
-        row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is present
+        row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is valid
     return row + 1  # `truncated`
 
 

@@ -19,7 +19,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
-PRESENT = "present"  # the field that only multi-agent data sets have
+PRESENT = "valid"  # the field that only multi-agent data sets have
 OPTIONAL = (*MASKS.values(), PRESENT)
 NESTED = ("obs", "next_obs")
 """The fields that may have parts, in nested dicts and tuples. In columns and files, a part is named by its path: `obs/position`
@@ -51,7 +51,7 @@ class Dataset:
     returns stop at gaps.
 
     A row with several agents is a step of one environment: `obs`, `action`, `reward`, `terminated`, `next_obs` and the masks
-    have an entry per agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
+    have an entry per agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `valid`. An
     episode of several agents ends when it is truncated or when all agents have terminated.
 
     Observations with several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
@@ -71,7 +71,7 @@ class Dataset:
       action_mask: whether each of `n` discrete actions is legal in `obs`; None if the environment has no legal actions.
         shape=(N, n), dtype=bool
       next_action_mask: the same for `next_obs`. shape=(N, n), dtype=bool
-      present: which of several agents had not terminated when they acted; the actions of the others are meaningless. None for
+      valid: which of several agents had not terminated when they acted; the actions of the others are meaningless. None for
         one agent. shape=(N, A), dtype=bool
 
     Raises:
@@ -88,7 +88,7 @@ class Dataset:
     cut: Any = None
     action_mask: Any = None
     next_action_mask: Any = None
-    present: Any = None
+    valid: Any = None
 
     def __post_init__(self):
         arrays = {name: np.asarray(x) for name, x in self.columns.items()}
@@ -119,7 +119,7 @@ class Dataset:
             shape = wanted.get(name, lead + arrays[name].shape[len(lead) :])
             if arrays[name].shape != shape:
                 each = "observation, and all but truncated an entry per agent" if self.has_agents else "observation"
-                many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
+                many = ", or valid too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
                     f"{name} of a data set is {show(arrays[name])}, but {first} is {show(arrays[first])}; every field has one "
                     f"row per {each}, so pass {name} with shape {list(shape)}{many}"
@@ -151,8 +151,8 @@ class Dataset:
 
     @property
     def has_agents(self) -> bool:
-        """Whether the rows are steps of several agents, i.e. whether there is a field `present`."""
-        return self.present is not None
+        """Whether the rows are steps of several agents, i.e. whether there is a field `valid`."""
+        return self.valid is not None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -297,7 +297,7 @@ def columns(rows: Any) -> dict[str, Any]:
         if isinstance(value, MaskedObservation):
             value, masks[MASKS[name]] = value
         found |= named(value, name)
-    return found | masks | ({} if rows.present is None else {PRESENT: rows.present})
+    return found | masks | ({} if rows.valid is None else {PRESENT: rows.valid})
 
 
 def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
@@ -306,7 +306,7 @@ def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
-    """Joins columns `[T, E, ...]`, environment by environment, each cut at its end, dropping steps that are not `present`."""
+    """Joins columns `[T, E, ...]`, environment by environment, each cut at its end, dropping steps that are not `valid`."""
     fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]

@@ -9,7 +9,7 @@ from msrl_jax import replay
 from msrl_jax.data.dataset import MASKS, Dataset
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.replay import Replay, ReplayState, Transition
+from msrl_jax.replay import ReplayBuffer, ReplayState, Transition
 from msrl_jax.replay.ring import Storage
 
 
@@ -22,7 +22,7 @@ def buffer(
     discount: float | None = None,
     shards: int = 1,
     storage: Storage | None = None,
-) -> tuple[Replay, ReplayState]:
+) -> tuple[ReplayBuffer, ReplayState]:
     """Copies a data set into a uniform replay buffer with `G` lanes, one per shard, of `N // G` rows each.
 
     The last `N % G` rows are dropped. The last row of a lane is truncated unless it is terminated, and no window starts at the
@@ -45,7 +45,7 @@ def buffer(
     """
     if dataset.has_agents:
         raise ValueError(
-            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), but a data "
+            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field valid), but a data "
             "set buffer needs a single agent; use data of a single-agent environment"
         )
     steps = len(dataset) // shards

@@ -34,7 +34,7 @@ from msrl_jax.replay import Transition
 
 def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition:
     """The data set row `[E, ...]` of a step: the observations before it, and actions in the dtype of their space."""
-    return Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+    return Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
 
 
 class RecordedState(NamedTuple):
@@ -83,8 +83,8 @@ class RecordedVectorEnvironment(VectorWrapper):
         agents = (self.num_agents,) if has_agents(self.env) else ()
         action = jax.ShapeDtypeStruct(agents + struct(self.action_space).shape, struct(self.action_space).dtype)
         number, flag = (jax.ShapeDtypeStruct(agents, dtype) for dtype in (jnp.float32, jnp.bool_))
-        lead, present = (self.steps, self.num_envs), flag if agents or is_on_host(self.env) else None
-        rows = Transition(item, action, number, flag, jax.ShapeDtypeStruct((), jnp.bool_), item, present=present)
+        lead, valid = (self.steps, self.num_envs), flag if agents or is_on_host(self.env) else None
+        rows = Transition(item, action, number, flag, jax.ShapeDtypeStruct((), jnp.bool_), item, valid=valid)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # Copy: a state in which two leaves are the same array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs

@@ -370,7 +370,7 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
         if name == "reward" and x.ndim > 1:
             raise ValueError(
                 f"reward of {where} has shape {list(x.shape)}; these episodes have one agent, so pass one number per step; "
-                "for several agents, make a Dataset with the field present"
+                "for several agents, make a Dataset with the field valid"
             )
         found[name] = x[1:] if name == "terminated" and terminal else x[:steps]
     truncated = found.setdefault("truncated", np.zeros(steps, bool)).astype(bool)

@@ -16,7 +16,8 @@ from msrl_jax.data.formats import check_new, save
 from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
-from msrl_jax.envs.params import GivenParams, ParamSampler, with_source
+from msrl_jax.envs.param_sources import with_source
+from msrl_jax.envs.params import GivenParams, ParamSampler
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
@@ -152,7 +153,7 @@ def record(
         "action_space": str(behavior.env.action_space),
         **agents_of(behavior.env),
         "made_by": f"{description['algorithm']}, {how}",
-        "trained_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
+        "trained_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0,
         "seed": seed,
     }
     check_returns_not_nan(behavior.env, rows.reward)

@@ -20,6 +20,7 @@ from msrl_jax.run.disk.folder import versions
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import seconds
 
+_PATIENCE = 5.0  # seconds for a thread to end its current program after Ctrl-C
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one repeats
 
 
@@ -44,6 +45,14 @@ class _Actor:
         self.ticket: int | None = None
         self.unrolls = 0
         self.waiting: _Sent | None = None
+        self.channel: Channel | None = None
+        self.is_leaving = False
+
+    def leave(self) -> None:
+        """Ends the work of this actor after its current program; called by another thread."""
+        self.is_leaving = True
+        if self.channel is not None:
+            self.channel.cut()
 
     def act_for(self, channel: Channel, packing: Packing, program: SplitProgram) -> None:
         """Acts until the connection is lost, or the run is over."""
@@ -146,21 +155,28 @@ def act(
     if not all(map(_is_file, addresses)):
         tls.contexts()  # a learner that writes its address to a file creates the key first
     outcomes: list[int | Exception] = []
+    actors = [_Actor(experiment, trust) for _ in addresses]
 
-    def act_at(address: str) -> None:
+    def act_at(address: str, actor: _Actor) -> None:
         try:
-            outcomes.append(_act(address, _Actor(experiment, trust), limit, say))
+            outcomes.append(_act(address, actor, limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(addresses) > 1:  # the others may run for days
                 say(f"acting for {address} ended with an error: {error}")
 
     with compiling.on_disk():
-        threads = [threading.Thread(target=act_at, args=(address,), daemon=True) for address in addresses]
+        threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in zip(addresses, actors, strict=True)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:  # after Ctrl-C, no thread goes on; a thread that computes while Python ends would abort the process
+            for actor in actors:
+                actor.leave()
+            for thread in threads:
+                thread.join(_PATIENCE)
     if errors := [x for x in outcomes if isinstance(x, Exception)]:
         raise errors[0]
     return sum(x for x in outcomes if isinstance(x, int))
@@ -182,12 +198,15 @@ def _where(address: str) -> tuple[str, int]:
 
 def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
     since, attempts = time.monotonic(), 0
-    while True:
+    while not actor.is_leaving:
         try:
             host, port = _where(address)
             if not tls.key_file().exists():
                 raise WireError(f"the learner has not made the key {tls.key_file()} yet")
             with contextlib.closing(wire.connect((host, port), tls.contexts()[1])) as channel:
+                actor.channel = channel
+                if actor.is_leaving:
+                    break
                 say(f"found the learner at {host}:{port}; waiting until it is ready")
                 attempts = 0
                 acts_with = actor.enter(channel)
@@ -199,7 +218,7 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
             say(f"the run at {address} is over, after {actor.unrolls} unrolls of this actor")
             return actor.unrolls
         except WireError as error:
-            if not attempts:
+            if not attempts and not actor.is_leaving:
                 say(f"no learner answers at {address} yet; waiting for one")
                 since = time.monotonic()
             pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
@@ -208,3 +227,4 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
                 raise ConnectionError(text) from error
             attempts += 1
             time.sleep(pause)
+    return actor.unrolls

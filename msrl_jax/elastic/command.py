@@ -4,16 +4,16 @@ import functools
 import sys
 from typing import Any
 
-from msrl_jax.cli.command import Outcome, command
+from msrl_jax.cli.command import Output, command
 from msrl_jax.cli.options import Part, UsageError
 
 
 @command(Part("msrl_jax.elastic.actor:act", without=("experiment", "say")))
-def act(asked: dict[str, Any]) -> Outcome:
+def act(asked: dict[str, Any]) -> Output:
     """Act for a learner that `msrl-jax train --actors-at` started, until its run is over."""
     from msrl_jax.elastic.actor import act
 
     if not (addresses := asked.pop("addresses")):
         raise UsageError("ADDRESSES are missing: give HOST:PORT of a learner, or the path of a file with it")
     unrolls = act(*addresses, **asked, say=functools.partial(print, file=sys.stderr, flush=True))
-    return Outcome(data={"unrolls": unrolls})
+    return Output(data={"unrolls": unrolls})

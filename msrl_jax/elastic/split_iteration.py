@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax._compat import ShapedArray, jaxpr_as_fun, jaxprs_in
+from msrl_jax._compat import ShapedArray, equations_in, jaxpr_as_fun
 from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
 from msrl_jax.fragments.placement import Device, Layout, Placement
 from msrl_jax.fragments.runtime.lower import prepare_for_placement
@@ -85,7 +85,7 @@ class Halves:
         """A SHA-256 hash of the operations of both halves with their shapes: equal for equal programs, in any process."""
         digest = hashlib.sha256()
         for run in (i for i in (*self.acting, *self.learning) if isinstance(i, Run)):
-            for e in (e for jaxpr in jaxprs_in(run.jaxpr.jaxpr) for e in jaxpr.eqns):
+            for e in equations_in(run.jaxpr.jaxpr):
                 digest.update(f"{e.primitive} {[str(a.aval) for a in (*e.invars, *e.outvars)]}".encode())
         for value in (*self.sent_kinds, *self.published_kinds):
             digest.update(str(value).encode())

@@ -107,6 +107,11 @@ class Channel:
         """Closes the connection."""
         self._connection.close()
 
+    def cut(self) -> None:
+        """Ends the connection, also if another thread waits for a message."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # that of `SSLSocket` stops encrypting first
+
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:

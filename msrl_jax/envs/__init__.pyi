@@ -24,7 +24,7 @@ from msrl_jax.envs.params import Curriculum as Curriculum
 from msrl_jax.envs.params import RandomizeParams as RandomizeParams
 from msrl_jax.envs.privileged import PrivilegedObservation as PrivilegedObservation
 from msrl_jax.envs.privileged import Unprivileged as Unprivileged
-from msrl_jax.envs.registry import is_own as is_own
+from msrl_jax.envs.registry import is_custom as is_custom
 from msrl_jax.envs.registry import make as make
 from msrl_jax.envs.registry import names as names
 from msrl_jax.envs.registry import register as register

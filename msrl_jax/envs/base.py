@@ -97,7 +97,7 @@ class TimeStep(NamedTuple):
       terminated: whether the episode reached a terminal state. `[E]`, bool
       truncated: whether the episode was cut short; its return bootstraps from the value of `final_obs`. `[E]`, bool
       final_obs: the true next observation, before any reset. `[E, ...]`
-      present: whether the environment answered; None if all always do. Steps without an answer are not used for learning;
+      valid: whether the environment answered; None if all always do. Steps without an answer are not used for learning;
         `truncated` then means that the episode is lost. `[E]` bool
       metrics: what `report` returned for the true next states, in the order of `metrics`; nan where the environment did not
         answer; None if it has no metrics, or outside `EpisodeStatistics`. `[E, K]` float32
@@ -108,7 +108,7 @@ class TimeStep(NamedTuple):
     terminated: jax.Array
     truncated: jax.Array
     final_obs: PyTree
-    present: jax.Array | None = None
+    valid: jax.Array | None = None
     metrics: jax.Array | None = None
 
     @property
@@ -161,7 +161,7 @@ class MultiAgentTimeStep(NamedTuple):
       terminated: which agents have terminated in this step or before. `[E, A]` bool
       truncated: whether the episode was cut short. `[E]` bool
       final_obs: the true next observations, before any reset. `[E, A, ...]`
-      present: which agents were in the episode when they acted, so that the step is valid for them. `[E, A]` bool
+      valid: which agents were in the episode when they acted, so that the step is valid for them. `[E, A]` bool
       ended: whether the episode ended: it was truncated, or all agents have terminated. `[E]` bool
       state: the global state for the next actions. `[E, S]` float32
       final_state: the global state that belongs to `final_obs`. `[E, S]` float32
@@ -173,7 +173,7 @@ class MultiAgentTimeStep(NamedTuple):
     terminated: jax.Array
     truncated: jax.Array
     final_obs: PyTree
-    present: jax.Array
+    valid: jax.Array
     ended: jax.Array
     state: jax.Array
     final_state: jax.Array

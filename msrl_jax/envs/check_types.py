@@ -146,8 +146,7 @@ def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], each: str) -> P
 def check_space(space: Any, where: str) -> None:
     """Raises TypeError unless a space is a space of this package with at least one element in every part."""
     if isinstance(space, spaces.Tuple | spaces.Dict):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, part in parts:
+        for key, part in space.items():
             check_space(part, f"{where}.spaces[{key!r}]")
     elif not isinstance(space, spaces.Discrete | spaces.Box):
         kind = f"{type(space).__module__}.{type(space).__qualname__}"

@@ -141,11 +141,12 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
 def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
     """Bounds, finite numbers, legal actions."""
     for what, obs in {"reset": unmasked(first), "step": played["final_obs"]}.items():
-        yield from _outside(env.observation_space, obs, f"the observation of {name}.{what}")
+        for path, space, x in spaces.arrays_of(env.observation_space, obs):
+            yield from _outside(space, np.asarray(x), f"the observation of {name}.{what}{path}")
     reward, mask, had_mask = (played[field] for field in ("reward", "mask", "had_mask"))
     if mask is not None:
-        present = np.ones(had_mask.shape[:-1], bool) if (present := played.get("present")) is None else present
-        if (present & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
+        valid = np.ones(had_mask.shape[:-1], bool) if (valid := played.get("valid")) is None else valid
+        if (valid & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
             yield f"{name}.action_mask allows no action in a state in which the episode continues; allow at least one"
             return
     if bad := int((~np.isfinite(reward)).sum()):
@@ -154,8 +155,6 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
         x = played["metrics"][..., k]
         if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # on the host, nan marks a step without an answer
             yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps"
-
-
     if (player := played.get("to_move")) is None:
         return
     if (bad := ~np.isin(player, (0, 1))).any():
@@ -170,18 +169,12 @@ def _is_game(venv: Any) -> bool:
     return has_agents(venv) and len(venv.agents) == 2 and callable(getattr(getattr(venv, "env", None), "to_move", None))
 
 
-def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:
-    """Yields what is outside a space: arrays of many values `[..., *shape]`."""
-    if isinstance(space, spaces.Tuple | spaces.Dict):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, part in parts:
-            yield from _outside(part, x[key], what, f"{path}[{key!r}]")
-        return
-    x = np.asarray(x)
+def _outside(space: spaces.Discrete | spaces.Box, x: np.ndarray, what: str) -> Iterator[str]:
+    """Yields how many values `[..., *shape]` are outside a space."""
     low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
     if inexact and not np.isfinite(x).all():
-        yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations must be finite"
+        yield f"{what} has {x[~np.isfinite(x)].flat[0]}; observations must be finite"
         return
     below, above = (1e-5 * np.maximum(np.abs(bound), 1) if inexact else 0 for bound in (low, high))  # tolerate rounding
     for side, bad in {"below": x < low - below, "above": x > high + above}.items():
@@ -189,7 +182,7 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
             where = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
             at = f" at index {where}" if where else ""
             yield (
-                f"{what}{path} is {x[bad].flat[0]}{at}, {side} the bounds of its observation_space, {space}; widen the space, "
+                f"{what} is {x[bad].flat[0]}{at}, {side} the bounds of its observation_space, {space}; widen the space, "
                 "or clip the observation"
             )
 

@@ -112,4 +112,4 @@ def pop(env: Any, episodes: Any, count: jax.Array) -> tuple[Any, dict[str, Mean]
 
 def answered(t: Any) -> jax.Array | None:
     """In which environments a `TimeStep` has metrics. `[E]` bool; None for all."""
-    return None if t.present is None or t.metrics is None else ~jnp.isnan(t.metrics).all(-1)
+    return None if t.valid is None or t.metrics is None else ~jnp.isnan(t.metrics).all(-1)

@@ -18,7 +18,7 @@ _LARGE = 36  # from this height and width on, networks use the convolutions of t
 
 def unseen_images(env: Any) -> Iterator[str]:
     """Yields a warning for each image in the observations that networks do not treat as one."""
-    for path, space in _parts(env.observation_space):
+    for path, space, _ in spaces.arrays_of(env.observation_space):
         if isinstance(space, spaces.Box) and _is_unseen(space, is_whole=not path):
             what = f"part {path} of the observations" if path else "the observations"
             yield (
@@ -39,15 +39,6 @@ def _is_unseen(space: spaces.Box, is_whole: bool) -> bool:
     return is_large and (len(shape) in (2, 4) or (len(shape) == 3 and not is_whole and space.dtype == np.uint8))
 
 
-def _parts(space: Any, path: str = "") -> Iterator[tuple[str, spaces.Space]]:
-    """The spaces of the arrays of a space, and their paths in it."""
-    if not isinstance(space, spaces.Tuple | spaces.Dict):
-        yield path, space
-        return
-    for key, part in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
-        yield from _parts(part, f"{path}[{key!r}]")
-
-
 @entry
 @dataclass(frozen=True)
 class AsImage(ObservationWrapper):
@@ -66,7 +57,7 @@ class AsImage(ObservationWrapper):
     env: Environment
 
     def __post_init__(self):
-        images: list[Any] = [space for _, space in _parts(self.env.observation_space) if _is_image(space)]
+        images: list[Any] = [space for _, space, _ in spaces.arrays_of(self.env.observation_space) if _is_image(space)]
         sizes = {_channels_last(x.shape, x.low).shape[:2] for x in images}
         if len(sizes) != 1:
             raise ValueError(
@@ -77,14 +68,15 @@ class AsImage(ObservationWrapper):
     @property
     def observation_space(self) -> spaces.Box:
         """A `Box` of shape `[H, W, C]`, uint8 or float32."""
-        parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for _, part in _parts(self.env.observation_space)]
+        found = [part for _, part, _ in spaces.arrays_of(self.env.observation_space)]
+        parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for part in found]
         low, high = (_joined([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
         return spaces.Box(low, high, low.shape, low.dtype)
 
     def observe(self, obs: PyTree) -> jax.Array:
         """The image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
-        parts = _values(self.env.observation_space, obs)
-        return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for part, x in parts], jnp)
+        parts = spaces.arrays_of(self.env.observation_space, obs)
+        return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp)
 
 
 def _is_image(space: Any) -> bool:
@@ -98,15 +90,6 @@ def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
         found = [x.astype(np.float32) / (255 if x.dtype == np.uint8 else 1) for x in found]
     size = next(x.shape[-3:-1] for (part, _), x in zip(parts, found, strict=True) if _is_image(part))
     return numpy.concatenate([numpy.broadcast_to(x, (*x.shape[:-3], *size, x.shape[-1])) for x in found], axis=-1)
-
-
-def _values(space: Any, obs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the spaces and the arrays of an observation."""
-    if not isinstance(space, spaces.Tuple | spaces.Dict):
-        yield space, obs
-        return
-    for key, part in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
-        yield from _values(part, obs[key])
 
 
 def _channels_last(shape: tuple[int, ...], x: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import episode_metrics
+from msrl_jax.envs import episode_metrics, episode_sums
 from msrl_jax.envs.base import (
     MaskedObservation,
     MultiAgentEnvironment,
@@ -21,26 +21,22 @@ from msrl_jax.envs.base import (
     output_shapes,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
-from msrl_jax.envs.episode_metrics import EpisodeMetrics
+from msrl_jax.envs.episode_sums import EpisodeSums
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
-from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
+from msrl_jax.envs.param_sources import advance_source, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry
 
 
 class AgentsState(NamedTuple):
-    """The state of `E` environments with `A` agents: as in `Vectorized`, with the float32 statistics of `EpisodeStatistics`."""
+    """The state of `E` environments with `A` agents: as in `Vectorized`, with sums over episodes."""
 
     key: jax.Array
     env_state: PyTree
     absent: jax.Array  # which agents have terminated before the end of their episode. `[E, A]`
-    episode_return: jax.Array  # `[E, A]`
-    episode_length: jax.Array  # `[E]`
-    return_sum: jax.Array  # `[E, A]`
-    length_sum: jax.Array  # `[E]`
-    num_episodes: jax.Array  # `[E]`
+    episodes: EpisodeSums
     source: ParamSampler | tuple[()] = ()
-    metrics: EpisodeMetrics | tuple[()] = ()
 
 
 @entry
@@ -114,9 +110,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
         source = sources(self.env, self.num_envs)
         key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
-        per_agent, per_env = jnp.zeros(absent.shape, jnp.float32), jnp.zeros(self.num_envs, jnp.float32)
-        sums = per_agent, per_env, per_agent, per_env, per_env
-        return AgentsState(key, env_state, absent, *sums, source, episode_metrics.begin(self, self.num_envs)), obs
+        return AgentsState(key, env_state, absent, episode_sums.begin(self, *absent.shape), source), obs
 
     def states(self, state: AgentsState) -> PyTree:
         """The states of the environments themselves. `[E, ...]`"""
@@ -150,21 +144,8 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             return key, env_state, gone, t
 
         key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
-        ended = t.ended[:, None]
-        episode_return, episode_length = state.episode_return + t.reward, state.episode_length + 1
-        state = AgentsState(
-            key,
-            env_state,
-            absent,
-            episode_return=jnp.where(ended, 0, episode_return),
-            episode_length=jnp.where(t.ended, 0, episode_length),
-            return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
-            length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
-            num_episodes=state.num_episodes + t.ended,
-            source=advance_source(state.source, self.num_envs),
-            metrics=episode_metrics.end(self, episode_metrics.add(self, state.metrics, t.metrics), t.ended, t.ended),
-        )
-        return state, t
+        episodes, source = episode_sums.add(self, state.episodes, t), advance_source(state.source, self.num_envs)
+        return AgentsState(key, env_state, absent, episodes, source), t
 
     def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
         """Returns the means over completed episodes, and resets the sums.
@@ -172,17 +153,12 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), `episode_return/TEAM`
         (summed over the agents of a team) if there are several teams, and `episode_METRIC` of the environment's metrics.
         """
-        count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
-        kept, reduced = episode_metrics.pop(self, state.metrics, count)
-        found = means(state.env_state) | {
-            "episode_return": Mean(returns.sum(), count),
-            "episode_length": Mean(jnp.sum(state.length_sum), count),
-        }
+        episodes, found = episode_sums.pop(self, state.episodes)
         if len(self.teams) > 1:
+            returns, count = state.episodes.return_sum.sum(0), found["episode_return"].count
             for team, members in self.teams.items():
                 found[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
-        zeros = {name: jnp.zeros_like(getattr(state, name)) for name in ("return_sum", "length_sum", "num_episodes")}
-        return state._replace(**zeros, metrics=kept), found | reduced
+        return state._replace(episodes=episodes), means(state.env_state) | found
 
     def _faults(
         self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
@@ -212,12 +188,12 @@ class JointObservation(NamedTuple):
     Attributes:
       obs: the observations of the agents. `[..., A, ...]`
       state: the global state; `()` if the team learns without it. `[..., S]` float32
-      present: which agents are still in the episode. `[..., A]` bool
+      valid: which agents are still in the episode. `[..., A]` bool
     """
 
     obs: PyTree
     state: jax.Array | tuple[()]
-    present: jax.Array
+    valid: jax.Array
 
 
 @dataclass(frozen=True)
@@ -241,12 +217,12 @@ class TeamView(Wrapper):
         state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
         return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
 
-    def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
-        """Joins agents' observations `[..., A, ...]`, global states `[..., S]` and the mask of present agents `[..., A]`."""
-        return JointObservation(obs, state if self.central else (), present)
+    def join(self, obs: PyTree, state: jax.Array, valid: jax.Array) -> JointObservation:
+        """Joins agents' observations `[..., A, ...]`, global states `[..., S]` and the mask of valid agents `[..., A]`."""
+        return JointObservation(obs, state if self.central else (), valid)
 
     def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which uses neither the global state nor the mask."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
-        present = jnp.ones((num_envs, self.num_agents), bool)
-        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), present)
+        valid = jnp.ones((num_envs, self.num_agents), bool)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size), jnp.float32), valid)

@@ -88,7 +88,7 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
         if not isinstance(x, Ramp):
             return x
         assert isinstance(taken, Counter)
-        done, dtype = fraction(taken, 1, x.steps), jnp.result_type(x.start)
+        done, dtype = fraction(taken, x.steps), jnp.result_type(x.start)
         # Exact at both ends, whatever the rounding.
         number = x.start * (1 - done) + x.end * done
         return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
@@ -121,7 +121,7 @@ def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
         return _cast_number(what, value, value, like)
     is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
     if not value.numbers:
-            raise ValueError(f"{what}=choice([]) has no options; pass at least one")
+        raise ValueError(f"{what}=choice([]) has no options; pass at least one")
     if like.dtype == bool and value.kind != "choice":
         raise ValueError(f"{what}={value}: the parameter is a bool; use choice([True, False])")
     if is_integer and is_log:

@@ -18,8 +18,7 @@ from msrl_jax._compat import used_inputs
 from msrl_jax.envs import param_distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, drop_weak_types, env_name, has_agents, output_shapes
 from msrl_jax.envs.wrappers import EnvironmentWrapper
-from msrl_jax.fragments.counters import Counter, advance, counter
-from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.counters import Counter, counter
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
@@ -177,7 +176,7 @@ def _checked(env: Any, params: Any) -> ParamSampler:
     elif isinstance(params, Curriculum) or callable(params):
         given: Any = params
         values = given if isinstance(given, Curriculum) else Curriculum(lambda key, level: given(key), ())
-        values = jax.tree.map(_as_number, values)
+        values = jax.tree.map(as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
         remedy = "pass a mapping name -> value, a function of a key, or a Curriculum"
@@ -186,7 +185,8 @@ def _checked(env: Any, params: Any) -> ParamSampler:
     return ParamSampler(values, jax.tree.map(np.asarray, counter()) if param_distributions.ramps(values) else ())
 
 
-def _as_number(x: Any) -> np.ndarray:
+def as_number(x: Any) -> np.ndarray:
+    """A number or an array of a level; raises ValueError for anything else."""
     x = np.asarray(x)
     if x.dtype.kind not in "biuf":
         raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
@@ -262,104 +262,3 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     for name, is_used in zip(sorted(types), used_inputs(jaxpr), strict=False):
         if not is_used:
             raise ValueError(f"{name} of {env_name(env)} has no effect on reset and step; remove it from env_params")
-
-
-def source_of(env: Any) -> ParamSampler | tuple[()]:
-    """The parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are constants."""
-    return next((inner.source for inner in inside(env) if isinstance(inner, RandomizeParams)), ())
-
-
-def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
-    """The environment, or vector environment, with another parameter source; itself if `source` is `()`."""
-    if not source:
-        return env
-    if not isinstance(env, RandomizeParams):
-        return around(env, with_source(env.env, source))  # type: ignore[attr-defined]
-    drawing = copy.copy(env)
-    object.__setattr__(drawing, "source", source)
-    return drawing
-
-
-def sources(env: Any, num_envs: int) -> ParamSampler | tuple[()]:
-    """The parameter source repeated for each copy. `[E, ...]`"""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
-
-
-def advance_source(source: Any, num_envs: int) -> Any:
-    """The parameter sources of the copies after all of them took a step."""
-    return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
-
-
-def means(env_state: PyTree) -> dict[str, Mean]:
-    """The mean over the copies of each scalar parameter, as `env_params/NAME`."""
-    is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
-    found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
-    return {
-        f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))
-        for params in found
-        for name, x in params.items()
-        if x.ndim == 1
-    }
-
-
-def find_source(state: PyTree) -> ParamSampler | tuple[()]:
-    """The first parameter source in a state; `()` if there is none."""
-    return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
-
-
-def _is_source(x: Any) -> bool:
-    return isinstance(x, ParamSampler)
-
-
-def is_of_source(state: PyTree) -> list[bool]:
-    """Whether each leaf of a state is part of a parameter source."""
-    return [_is_source(x) for x in jax.tree.leaves(state, is_leaf=_is_source) for _ in jax.tree.leaves(x)]
-
-
-def replace_sources(state: PyTree, replace: Callable[[ParamSampler], ParamSampler]) -> PyTree:
-    """The state with other parameter sources."""
-    return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
-
-
-def changed(env: Any, values: Any) -> Any:
-    """Replaces values of parameters that an environment draws, or the level of its `Curriculum`.
-
-    Raises ValueError unless every value keeps its kind and its number of elements, so that the program stays the same.
-    """
-    source = source_of(env)
-    if not source or not jax.tree.leaves(source.values):
-        raise ValueError(
-            f"the run on {env_name(env)} has no parameters to set; start it with env_params={{name: value}}, or with "
-            "env_params=envs.Curriculum(sample, level)"
-        )
-    if isinstance(source.values, Curriculum):
-        _check_same("the level", source.values.level, values)
-        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
-    if not isinstance(values, Mapping):
-        raise ValueError(f"set the parameters of {env_name(env)} by name, {{name: value}}, not by {shown(values)}")
-    types, found = default_params(env), {}
-    for name, value in values.items():
-        if name not in source.values:
-            raise ValueError(
-                f"the run does not draw a parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
-                f"{', '.join(source.values)}. Pass every parameter that may change as env_params when you start the run"
-            )
-        found[name] = param_distributions.cast(f"{env_name(env)}: {name}", value, types[name])
-        _check_same(name, source.values[name], found[name])
-    return found
-
-
-def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
-    given = _as_number(new)
-    number = given.astype(old.dtype)
-    if old.dtype.kind != "f" and (number != given).any():
-        raise ValueError(f"the level cannot become {new!r}, because it started as {old.dtype}; start with a float, such as 0.0")
-    return number
-
-
-def _check_same(what: str, old: PyTree, new: PyTree) -> None:
-    shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
-    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        was, new = param_distributions.text(old), param_distributions.text(new)
-        remedy = "which would change the program; use a value of the same kind"
-        raise ValueError(f"{what} was {was} and cannot become {new} during a run, {remedy}")

@@ -109,12 +109,6 @@ def actor_obs(obs: Any) -> Any:
     return with_mask_of(obs, plain.obs) if isinstance(plain, PrivilegedObservation) else obs
 
 
-def critic_part(obs: Any) -> Any:
-    """Returns the critic's part of observations, without masks: the privileged state if present."""
-    plain = unmasked(obs)
-    return plain.privileged_state if isinstance(plain, PrivilegedObservation) else plain
-
-
 def with_privileged_of(obs: Any, features: PyTree) -> Any:
     """Features of observations, with the privileged states and the masks of the observations, if any."""
     plain = unmasked(obs)

@@ -80,7 +80,7 @@ def make(name: str, **params: Any) -> Environment:
     return gymnax_env.make(name, **params)
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Whether `make` runs custom code for a name: a class or function of a module, or one that a suite's parameter names."""
     if name in _factories:
         return False

@@ -3,9 +3,8 @@
 A value of a `Tuple` or `Dict` space is a tuple or dict of values of its parts; a value of another space is one array.
 """
 
-import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from msrl_jax.envs.bounds import bound_of, brief, check_fits_dtype, integer_dtype, real_dtype, uniform_integers
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
 
@@ -37,9 +37,9 @@ class Discrete:
         most = np.iinfo(np.int32).max
         object.__setattr__(self, "n", whole("Discrete: n", self.n, 1, most))
         object.__setattr__(self, "start", whole("Discrete: start", self.start, -most - 1, most - self.n + 1))
-        object.__setattr__(self, "dtype", _integer_dtype("Discrete", self.dtype, "; the first value is start=..."))
+        object.__setattr__(self, "dtype", integer_dtype("Discrete", self.dtype, "; the first value is start=..."))
         for value in (self.start, self.high):
-            _check_held(value, self.dtype, f"the value {value} of {self!r}")
+            check_fits_dtype(value, self.dtype, f"the value {value} of {self!r}")
 
     def __repr__(self) -> str:
         return f"Discrete({self.n}, start={self.start})" if self.start else f"Discrete({self.n})"
@@ -61,7 +61,7 @@ class Discrete:
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws a value uniformly."""
-        return _uniform_integers(key, (), np.asarray(self.low), np.asarray(self.high), self.dtype)
+        return uniform_integers(key, (), np.asarray(self.low), np.asarray(self.high), self.dtype)
 
     def contains(self, x: ArrayLike) -> jax.Array:
         """Whether `x` is an integer of the space; bool[]."""
@@ -95,14 +95,14 @@ class Box:
     dtype: DTypeLike = jnp.float32
 
     def __post_init__(self):
-        dtype = _dtype("Box", self.dtype)
+        dtype = real_dtype("Box", self.dtype)
         try:
             shape = tuple(operator.index(size) for size in self.shape)
         except TypeError:
             raise ValueError(f"Box: shape={self.shape!r} is not a shape; use a tuple of integers, such as (3,)") from None
         bounds = []
         for name, bound in {"low": self.low, "high": self.high}.items():
-            bound = _bound(np.asarray(bound), dtype, name)
+            bound = bound_of(np.asarray(bound), dtype, name)
             try:
                 bounds.append(np.broadcast_to(bound, shape))  # a read-only view
             except ValueError:
@@ -115,7 +115,7 @@ class Box:
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        low, high = (_brief(bound) for bound in (self.low, self.high))
+        low, high = (brief(bound) for bound in (self.low, self.high))
         return f"Box({low}, {high}, {self.shape}, {self.dtype})"
 
     def __eq__(self, other: object) -> bool:
@@ -133,7 +133,7 @@ class Box:
         exponential distance from it.
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
-            return _uniform_integers(key, self.shape, self.low, self.high, self.dtype)
+            return uniform_integers(key, self.shape, self.low, self.high, self.dtype)
         uniform_key, normal_key, tail_key = jax.random.split(key, 3)
         has_low, has_high = np.isfinite(self.low), np.isfinite(self.high)
         low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
@@ -170,70 +170,17 @@ def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
     sizes = np.asarray(nvec)
     if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
         raise ValueError(f"MultiDiscrete(nvec={nvec}): pass integers of at least 1, the number of values of each component")
-    return Box(0, sizes - 1, sizes.shape, _integer_dtype("MultiDiscrete", dtype, "; other lower bounds need a Box of integers"))
-
-
-def _dtype(space: str, given: Any) -> np.dtype[Any]:
-    """A dtype of bools or real numbers; raises ValueError otherwise, also for a value, whose dtype NumPy would use."""
-    if isinstance(given, str | type | np.dtype):
-        with contextlib.suppress(TypeError):
-            dtype = np.dtype(given)
-            if any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-                return dtype
-    raise ValueError(f"{space}: dtype={given!r} is not a numeric dtype; use one, such as float32 or int32")
-
-
-def _integer_dtype(space: str, given: Any, remedy: str) -> np.dtype[Any]:
-    """An integer dtype; raises ValueError otherwise, with a hint about what may have been meant."""
-    if not isinstance(given, str | type | np.dtype) or not jnp.issubdtype(dtype := _dtype(space, given), jnp.integer):
-        raise ValueError(f"{space}: dtype={given!r} is not an integer dtype; use int32{remedy}")
-    return dtype
-
-
-def _bound(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """A bound in the dtype of its space; raises ValueError if it is nan, or not a value of an integer or bool dtype."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        if np.isnan(given).any():
-            raise ValueError(f"Box: {name} is nan; use a number, or an infinite one for no bound")
-        most = min(float(jnp.finfo(dtype).max), float(np.finfo(np.float32).max))
-        return np.where(np.abs(given) >= most, np.copysign(np.inf, given), given).astype(dtype)
-    for value in np.unique(given):
-        _check_held(value, dtype, f"Box: {name}={value}")
-    return given.astype(dtype)
-
-
-def _check_held(value: Any, dtype: DTypeLike, what: str) -> None:
-    """Raises ValueError unless an integer or bool dtype can hold a value, also if JAX has no 64-bit numbers."""
-    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(dtype)) if jnp.issubdtype(dtype, jnp.integer) else None
-    least, most = (0, 1) if limits is None else (limits.min, limits.max)
-    if not least <= value <= most or value != int(value):
-        raise ValueError(f"{what} does not fit {dtype}, which holds {least} to {most}; use a dtype that holds it")
-
-
-def _uniform_integers(
-    key: jax.Array, shape: tuple[int, ...], low: np.ndarray, high: np.ndarray, dtype: DTypeLike
-) -> jax.Array:
-    """Draws integers or bools between two inclusive bounds."""
-    word = np.uint64 if jax.dtypes.canonicalize_dtype(dtype).itemsize == 8 else np.uint32
-    first = jnp.asarray(low.astype(word))
-    span = high.astype(word) - low.astype(word)  # modulo the word size, as is the sum below
-    last = np.iinfo(word).max
-    drawn = jax.random.randint(key, shape, 0, np.minimum(span, last - 1) + word(1), word)
-    if (span == last).any():
-        drawn = jnp.where(span == last, jax.random.bits(key, shape, word), drawn)
-    return (first + drawn).astype(jax.dtypes.canonicalize_dtype(dtype))
-
-
-def _brief(bound: np.ndarray) -> str:
-    if bound.size and np.all(bound == bound.flat[0]):
-        return str(bound.flat[0])
-    return np.array2string(bound.ravel(), threshold=6, edgeitems=2, max_line_width=1000)
+    return Box(0, sizes - 1, sizes.shape, integer_dtype("MultiDiscrete", dtype, "; other lower bounds need a Box of integers"))
 
 
 class _Compound:
     """Base class of `Tuple` and `Dict`."""
 
     spaces: Any
+
+    def items(self) -> Iterable[tuple[Any, "Space"]]:
+        """The parts, with their names or positions."""
+        return self.spaces.items() if isinstance(self.spaces, Mapping) else enumerate(self.spaces)
 
     @property
     def shape(self) -> Any:
@@ -297,6 +244,22 @@ class Dict(_Compound):
 Space: TypeAlias = Discrete | Box | Tuple | Dict
 
 
+def arrays_of(space: Space, x: Any = None, path: str = "") -> Iterator[tuple[str, Discrete | Box, Any]]:
+    """Yields the spaces of the arrays in a space, with their paths and, if a value `x` of the space is given, the arrays."""
+    if isinstance(space, Tuple | Dict):
+        for key, part in space.items():
+            yield from arrays_of(part, None if x is None else x[key], f"{path}[{key!r}]")
+    else:
+        yield path, space, x
+
+
+def map_arrays(convert: Callable[[Discrete | Box], Space], space: Space) -> Space:
+    """The space with other spaces of its arrays."""
+    if isinstance(space, Tuple | Dict):
+        return type(space)(jax.tree.map(lambda part: map_arrays(convert, part), space.spaces))
+    return convert(space)
+
+
 def unbounded(values: Any) -> Space:
     """The space of arrays, or of dicts and tuples of arrays, of which only shapes and dtypes are known."""
     if isinstance(values, Mapping | tuple) and not values:
@@ -345,7 +308,7 @@ def flat_space(space: Space) -> Box:
     if isinstance(space, Box):
         low, high = (np.ravel(bound).astype(np.float32) for bound in (space.low, space.high))
         return Box(low, high, low.shape)
-    parts = [flat_space(part) for part in jax.tree.leaves(space.spaces)]
+    parts = [flat_space(part) for _, part, _ in arrays_of(space)]
     low, high = (np.concatenate([getattr(part, bound) for part in parts]) for bound in ("low", "high"))
     return Box(low, high, low.shape)
 
@@ -360,6 +323,4 @@ def flatten(space: Space, x: Any) -> jax.Array:
     if isinstance(space, Box):
         x = jnp.asarray(x)
         return x.reshape(*x.shape[: x.ndim - len(space.shape)], -1).astype(jnp.float32)
-    values = x if isinstance(space, Tuple) else [x[name] for name in space.spaces]
-    parts = zip(jax.tree.leaves(space.spaces), values, strict=True)
-    return jnp.concatenate([flatten(part, value) for part, value in parts], axis=-1)
+    return jnp.concatenate([flatten(part, value) for _, part, value in arrays_of(space, x)], axis=-1)

@@ -23,7 +23,8 @@ from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import reported
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.envs.multi_agent import vectorize_agents
-from msrl_jax.envs.params import ParamSampler, advance_source, means, sources, with_source
+from msrl_jax.envs.param_sources import advance_source, means, sources, with_source
+from msrl_jax.envs.params import ParamSampler
 from msrl_jax.envs.reset_pool import ResetPool, Spares, count_starts, first_spares, pop_starts, refill
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.tracebacks import entry

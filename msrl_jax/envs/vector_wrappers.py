@@ -13,9 +13,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax.envs import episode_metrics, running, spaces
+from msrl_jax.envs import episode_sums, running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, delegate
-from msrl_jax.envs.episode_metrics import EpisodeMetrics
+from msrl_jax.envs.episode_sums import EpisodeSums
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
@@ -53,23 +53,15 @@ class VectorWrapper(Wrapper):
 
 
 class EpisodeStatisticsState(NamedTuple):
-    """State of `EpisodeStatistics`; all fields except the first and the last are float32 `[E]`."""
+    """State of `EpisodeStatistics`: that of the environment, and the sums over its episodes."""
 
     env_state: PyTree
-    episode_return: jax.Array  # undiscounted, of the current episode
-    episode_length: jax.Array  # in steps
-    return_sum: jax.Array  # over the episodes completed since `pop_episodes`
-    length_sum: jax.Array
-    num_episodes: jax.Array
-    metrics: EpisodeMetrics | tuple[()] = ()
+    episodes: EpisodeSums
 
 
 @dataclass(frozen=True)
 class EpisodeStatistics(VectorWrapper):
-    """Measures the mean return and length of completed episodes, and the metrics of the environment.
-
-    Every environment has its own sums, so a step needs no communication; `pop_episodes` reduces them. Lengths and counts are
-    exact up to 2**24 per environment between two calls.
+    """Measures the mean return and length of completed episodes, and the metrics of the environment; see `episode_sums`.
 
     Attributes:
       env: the vector environment.
@@ -80,49 +72,23 @@ class EpisodeStatistics(VectorWrapper):
     @property
     def axes(self) -> EpisodeStatisticsState:
         """Logical axes of the state."""
-        return EpisodeStatisticsState(self.env.axes, *[ENV_AXIS] * 6)  # type: ignore[arg-type]
+        return EpisodeStatisticsState(self.env.axes, ENV_AXIS)  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[EpisodeStatisticsState, PyTree]:
         """Starts all environments, with empty statistics."""
         env_state, obs = self.env.reset(key)
-        sums = [jnp.zeros(self.num_envs, jnp.float32)] * 5
-        return EpisodeStatisticsState(env_state, *sums, metrics=episode_metrics.begin(self, self.num_envs)), obs
+        return EpisodeStatisticsState(env_state, episode_sums.begin(self, self.num_envs)), obs
 
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""
-        env_state, time_step = self.env.step(state.env_state, action)
-        ended, present = time_step.ended, time_step.present
-        # An episode that is lost, i.e. truncated without an answer, does not count.
-        done = ended if present is None else ended & (present | time_step.terminated)
-        reduced = episode_metrics.add(self, state.metrics, time_step.metrics, episode_metrics.answered(time_step))
-        episode_return = state.episode_return + time_step.reward
-        episode_length = state.episode_length + (1 if present is None else present.astype(jnp.float32))
-        state = EpisodeStatisticsState(
-            env_state,
-            episode_return=jnp.where(ended, 0, episode_return),
-            episode_length=jnp.where(ended, 0, episode_length),
-            return_sum=state.return_sum + jnp.where(done, episode_return, 0),
-            length_sum=state.length_sum + jnp.where(done, episode_length, 0),
-            num_episodes=state.num_episodes + done.astype(jnp.float32),
-            metrics=episode_metrics.end(self, reduced, ended, done),
-        )
-        return state, time_step._replace(metrics=None)
+        env_state, t = self.env.step(state.env_state, action)
+        return EpisodeStatisticsState(env_state, episode_sums.add(self, state.episodes, t, t.valid)), t._replace(metrics=None)
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Returns the means over completed episodes, and resets their sums.
-
-        They are `episode_return`, `episode_length`, and `episode_METRIC` of the environment's metrics.
-        """
+        """Returns the means over completed episodes, and resets their sums; see `episode_sums.pop`."""
         env_state, found = self.env.pop_episodes(state.env_state)
-        count = jnp.sum(state.num_episodes)
-        kept, means = episode_metrics.pop(self, state.metrics, count)
-        found = found | {
-            "episode_return": Mean(jnp.sum(state.return_sum), count),
-            "episode_length": Mean(jnp.sum(state.length_sum), count),
-        }
-        zero = jnp.zeros_like(state.return_sum)
-        state = state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero, metrics=kept)
-        return state, found | means
+        episodes, means = episode_sums.pop(self, state.episodes)
+        return EpisodeStatisticsState(env_state, episodes), found | means
 
 
 class NormalizingWrapper(VectorWrapper):
@@ -264,10 +230,10 @@ class NormalizeReward(NormalizingWrapper):
 
 def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
     """The space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
-    if isinstance(space, spaces.Box):
-        return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(jax.tree.map(lambda part: normalized_space(part, clip), space.spaces))
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: normalized_space(part, clip) for name, part in space.spaces.items()})
-    raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")
+
+    def normalized(part: spaces.Discrete | spaces.Box) -> spaces.Box:
+        if not isinstance(part, spaces.Box):
+            raise ValueError(f"observations of {part} cannot be normalized; wrap the env in FlattenObservation first")
+        return spaces.Box(np.float32(-clip), np.float32(clip), part.shape)
+
+    return spaces.map_arrays(normalized, space)

@@ -8,7 +8,7 @@ passes in this order:
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
     build         graph/build.py           jaxpr, layout -> Graph: nodes at placements, glue, opened loops
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
-    partition     passes/partition.py      Graph -> Partition: homes of glue and carry, nodes grouped into programs
+    partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
@@ -17,8 +17,9 @@ passes in this order:
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
 passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
-`Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
-(runtime/fused_loop.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+`HostLoop` (runtime/host_loop.py) runs the instructions with an `Executor` (runtime/execute.py). If one placement holds the
+whole loop, the loop is one program instead (runtime/fused_loop.py). runtime/state_layout.py says where the state is kept.
+`explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 
 Each name is imported on first use.
 """

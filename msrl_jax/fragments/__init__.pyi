@@ -9,6 +9,6 @@ from msrl_jax.fragments.graph.marker import fragment_scope as fragment_scope
 from msrl_jax.fragments.metrics import Mean as Mean
 from msrl_jax.fragments.plan.plan import Plan as Plan
 from msrl_jax.fragments.plan.topologies import plan_devices as plan_devices
-from msrl_jax.fragments.program import Delayed as Delayed
 from msrl_jax.fragments.program import Program as Program
 from msrl_jax.fragments.progress import Progress as Progress
+from msrl_jax.fragments.runtime.state_layout import Delayed as Delayed

@@ -41,6 +41,7 @@ class Codec:
       promise: the precision of the unpacked values as text, for plans and errors.
       lossless: whether unpacked values equal the original in XLA's comparison: -0.0 and numbers below 1.2e-38 may equal 0.0.
       changes: how to send only changes; None to send the whole packed form.
+      frames: number of frames of the stacks that it packs; 0 for codecs of other arrays.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Codec:
     promise: str
     lossless: bool
     changes: Changes | None = None
+    frames: int = 0
 
     def __repr__(self) -> str:
         return self.name
@@ -157,6 +159,7 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
         holds=functools.partial(_frame_holds, frames=frames),
         promise="the same values, if each row is the previous one with a new last frame, or one frame repeated",
         lossless=True,
+        frames=frames,
     )
 
 

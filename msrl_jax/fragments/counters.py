@@ -52,13 +52,9 @@ def difference(later: Counter, earlier: Counter) -> jax.Array:
     return (later.low - earlier.low).astype(jnp.int32)
 
 
-def fraction(count: Counter, scale: int, total: int) -> jax.Array:
-    """The fraction of a total that a counter has reached: `min(1, count * scale / total)`. float32
-
-    The scale is the number of units per count, such as environment steps per iteration; the total is in these units. The
-    relative error is at most 2**-22.
-    """
-    high, low = np.float32(_WORD * scale / total), np.float32(scale / total)
+def fraction(count: Counter, total: int) -> jax.Array:
+    """The fraction of a total that a counter has reached, at most 1, with a relative error of at most 2**-22. float32"""
+    high, low = np.float32(_WORD / total), np.float32(1 / total)
     reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
     return jnp.minimum(reached, 1.0)
 

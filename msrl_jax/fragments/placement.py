@@ -126,6 +126,11 @@ class Placement:
         return f"{self.name}[{', '.join(device_names(self.devices))}]"
 
 
+def one_per_mesh(placements: Iterable[Placement]) -> list[Placement]:
+    """The first placement of each mesh."""
+    return list({p.mesh: p for p in reversed(list(placements))}.values())[::-1]
+
+
 @dataclass(frozen=True)
 class Edge:
     """A codec for values that are sent from one placement to another.

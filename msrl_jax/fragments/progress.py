@@ -29,7 +29,7 @@ class Progress:
     @property
     def fraction(self) -> jax.Array:
         """The completed fraction of the run, from 0 to 1; 0 if the length of the run is unknown. `[]` float32."""
-        return counters.fraction(self.iteration, 1, self.total) if self.total else jnp.float32(0.0)
+        return counters.fraction(self.iteration, self.total) if self.total else jnp.float32(0.0)
 
     def times(self, number: int) -> Counter:
         """The number of completed iterations times a number below 2**32, exactly: completed steps or updates. shape=()."""

@@ -27,6 +27,7 @@ from msrl_jax import replay
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import (
     Activation,
     Codec,
@@ -38,7 +39,6 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.fields import option
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import output_shapes
 from msrl_jax.envs.masks import sample_legal
@@ -59,8 +59,9 @@ from msrl_jax.loops.replay import (
     state_axes,
 )
 from msrl_jax.networks.distributions import choose
-from msrl_jax.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.networks.policy_and_value import policy_and_value
+from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.replay.buffers import storage_of
 from msrl_jax.returns import lambda_return
 
@@ -306,7 +307,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
 
 
-def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.Replay:
+def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.ReplayBuffer:
     """Makes the buffer of examples; raises ValueError if sizes are incompatible."""
     obs = player_observation(vectorize_agents(env, 1))
     policy, value = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (obs.action_mask.shape, ()))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.networks.layers import CustomNetworks, Torso, dense
+from msrl_jax.networks.layers import dense
+from msrl_jax.networks.torso import Torso
 
 
 class _Model(nn.Module):
@@ -25,8 +26,9 @@ class _Model(nn.Module):
     def setup(self):
         """Makes the networks."""
         latents = Box(0.0, 1.0, (self.latent_size,))
-        of_latents = self.torso.clone(observation_space=latents, kind="mlp", network=None)
-        self.representation, self.dynamics, self.prediction = self.torso, of_latents.clone(), of_latents.clone()
+        of_obs = self.torso
+        of_latents = Torso(latents, of_obs.hidden_sizes, of_obs.activation, layer_norm=of_obs.layer_norm, parent=None)
+        self.representation, self.dynamics, self.prediction = of_obs, of_latents.clone(), of_latents.clone()
         self.first_latent, self.next_latent = dense(self.latent_size, 1.0), dense(self.latent_size, 1.0)
         self.reward_head, self.value_head = dense(1, 0.01), dense(1, 0.01)
         self.policy_head = dense(self.num_actions, 0.01)
@@ -70,7 +72,7 @@ class LatentModel(NamedTuple):
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:
     """Makes the networks: a torso for observations, and one hidden dense layer of it each for the model and the predictions."""
-    if isinstance(torso.network, CustomNetworks):
+    if torso.is_whole:
         raise ValueError("network=CustomNetworks(...) does not support a model; use a module that returns features")
     module = _Model(torso, latent_size, action_space.n)
     methods = (functools.partial(module.apply, method=method) for method in ("represent", "step", "predict"))

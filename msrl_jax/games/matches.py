@@ -192,7 +192,7 @@ def _of_result(result: Result, game: Any) -> Player:
         )
     if behavior.agent.is_recurrent:
         raise ValueError(f"an agent of {result.experiment.name!r} is recurrent, and matches support no recurrent state")
-    state = result._of_member(None)
+    state = result.acting_state()
 
     def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
         return behavior.act_with_carry(behavior.restore(leaves), obs, behavior.initial_carry(1))[0]

@@ -37,7 +37,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.options import Replay
+from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
 from msrl_jax.envs.base import is_on_host
@@ -48,7 +48,6 @@ from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
-from msrl_jax.loops.buffers import window_buffer
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -62,11 +61,12 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
+from msrl_jax.loops.window_buffer import window_buffer
 from msrl_jax.losses.sequences import rescale, unrescale
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.layers import Carry, make_torso
-from msrl_jax.replay import Replay as Buffer
-from msrl_jax.replay import Transition
+from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.unrolls import Carry
+from msrl_jax.replay import ReplayBuffer, Transition
 from msrl_jax.returns import n_step_return
 
 
@@ -245,7 +245,7 @@ class MuZero:
                 env_state, obs = loop
                 choice = search_actions(acting_params, obs, *inputs)
                 env_state, t = env_step(env_state, choice.action)
-                item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
+                item = Transition(obs, choice, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
                 return (env_state, t.obs), item
 
             actor_keys, *inputs = draw_keys(state.actor_keys, progress)
@@ -283,7 +283,7 @@ class MuZero:
         )
 
 
-def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> Buffer:
+def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
         obs, action, config, config.batch_size, config.replay.shards, may_be_absent=may_be_absent,

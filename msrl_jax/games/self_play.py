@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, logical_axes, split_keys
 from msrl_jax.algorithms.ippo import IPPO
+from msrl_jax.configs.checking import is_constant
 from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
@@ -37,7 +38,6 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.fields import is_constant
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
@@ -260,7 +260,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     ) -> tuple[Any, Players, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
-        seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "present", "final_obs")})
+        seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "valid", "final_obs")})
         params, kept, metrics = learner.learn(
             params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry, progress
         )

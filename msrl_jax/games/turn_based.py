@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._compat import drop_unused, jaxprs_in
+from msrl_jax._compat import drop_unused, equations_in
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import Stepped, env_name, is_on_host, output_shapes
 from msrl_jax.envs.check_types import check_types, show
@@ -138,7 +138,7 @@ def draws(game: Any) -> bool:
     """Whether the results of a step depend on random numbers that it draws, i.e. whether it is a game of chance."""
     key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
     used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
-    return any(eqn.primitive.name in _DRAWING for body in jaxprs_in(used) for eqn in body.eqns)
+    return any(eqn.primitive.name in _DRAWING for eqn in equations_in(used))
 
 
 @fault("has a to_move(state) that returned neither 0 nor 1")

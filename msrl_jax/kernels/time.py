@@ -1,10 +1,12 @@
 """Computations along time: backward sums, and values of the last observations of episodes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from msrl_jax._compat import used_inputs
 
 
 def backward_sums(delta: jax.Array, decay: jax.Array) -> jax.Array:
@@ -35,19 +37,27 @@ def _doubling(total: jax.Array, decay: jax.Array) -> jax.Array:
 
 
 def truncated_values(
-    value: Callable[[Any, Any], jax.Array], params: Any, final: Any, truncated: jax.Array, *, and_last: bool = False
+    of_params: Callable[[Any, Any], jax.Array], params: Any, final: Any, truncated: jax.Array, *, and_last: bool = False
 ) -> jax.Array:
     """Computes the values `[T, E, ...]` of the last observations of episodes.
 
-    The results are valid where `truncated`, and at the last step if `and_last`. `value` is
+    The results are valid where `truncated`, and at the last step if `and_last`. `of_params` is
     `(params, last observations [N, ...]) -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
-    other inputs that `value` needs: a pytree of `[T, E, ...]`. `truncated` is `[T, E]`.
+    other inputs that it needs: a pytree of `[T, E, ...]`. `truncated` is `[T, E]`.
 
     A CPU computes only these values: those of the first truncation of every environment, then of the second, and so on; devices
     that share the environments exchange one integer, the number of rounds. Other devices compute the values of all steps at
     once, because a data-dependent loop would wait for the host. Vmapped runs also compute all values, because the members would
     otherwise wait for each other across devices.
     """
+    # Parameters that the function does not read are left out, so that they are not sent to the device that computes the values.
+    leaves, tree = jax.tree.flatten(params)
+    jaxpr = jax.make_jaxpr(of_params)(params, jax.tree.map(lambda x: x[0], final))
+    is_read = used_inputs(jaxpr.jaxpr)[: len(leaves)]
+
+    def value(read: Sequence[Any], final: Any) -> jax.Array:
+        left = iter(read)
+        return of_params(tree.unflatten([next(left) if used else x for x, used in zip(leaves, is_read, strict=True)]), final)
 
     def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
         needed = truncated.at[-1].set(True) if and_last else truncated
@@ -79,4 +89,4 @@ def truncated_values(
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
         return jax.vmap(every, in_axes=tuple(axes), axis_size=size)(*args), True
 
-    return values(params, final, truncated)
+    return values([x for x, used in zip(leaves, is_read, strict=True) if used], final, truncated)

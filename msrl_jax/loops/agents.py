@@ -15,9 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, spaces, vectorize_agents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.fragments import fragment, fragment_scope
 
 
@@ -32,7 +31,7 @@ class Experience(NamedTuple):
     reward: jax.Array  # [T, E, A]
     terminated: jax.Array  # whether the agent has terminated, [T, E, A]
     truncated: jax.Array  # whether the episode was cut short, [T, E]
-    present: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
+    valid: jax.Array  # valid steps: whether the agent was in the episode when it acted, [T, E, A]
     final_obs: Any  # the true next observations, before any reset, [T, E, A, ...]
     final_state: jax.Array  # their global states, [T, E, S]
 
@@ -121,7 +120,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     @fragment(role="env")
     def env_step(env_state, actions):
         env_state, t = venv.step(env_state, joint_action(actions))
-        own = {field: getattr(t, field) for field in ("reward", "terminated", "present", "final_obs")}
+        own = {field: getattr(t, field) for field in ("reward", "terminated", "valid", "final_obs")}
         shared = {"truncated": t.truncated, "final_state": t.final_state}
         outcome = {name: of_team(name, own) | shared for name in teams}
         return env_state, seen(t.obs, t.state, t.ended), outcome
@@ -201,21 +200,3 @@ def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config whose method `build_team` makes one team of all agents of an environment."""
     venv = vectorize_agents(env, config.num_envs)
     return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)
-
-
-def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
-    """Appends the one-hot agent index to vectors, or to observations in `space` after flattening: `[..., A, D + A]` float32."""
-    plain = unmasked(obs)
-    vectors = plain if space is None else spaces.flatten(space, plain)
-    ids = jnp.broadcast_to(jnp.eye(num_agents, dtype=jnp.float32), (*vectors.shape[:-1], num_agents))
-    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
-
-
-def with_ids_space(space: Space, num_agents: int) -> Box:
-    """Returns the space of the outputs of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
-    if isinstance(space, Box) and len(space.shape) > 1:
-        raise TypeError(
-            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
-            "agent_ids=False"
-        )
-    return Box(-np.inf, np.inf, (spaces.flat_space(space).shape[0] + num_agents,))

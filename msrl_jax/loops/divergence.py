@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.agents.optimizers import KL, AdaptiveRate, is_own, is_rate_state
+from msrl_jax.agents.optimizers import adapts, is_own
 
 
 class Divergence(NamedTuple):
@@ -25,7 +25,7 @@ class Divergence(NamedTuple):
 def no_divergence(config: Any) -> Divergence:
     """Returns the state before the first update of an iteration."""
     exceeded = None if config.target_kl is None else jnp.bool(False)
-    if isinstance(config.learning_rate, KL) and not is_own(config.optimizer):
+    if _adapts(config):
         return Divergence(exceeded, jnp.float32(jnp.nan), jnp.bool(True))
     return Divergence(exceeded, None, None)
 
@@ -61,25 +61,19 @@ def apply_gradients(
       divergence: the result of `update_divergence`.
     """
     if divergence.kl is not None:
-        opt_state = adapted(config.learning_rate, opt_state, divergence.kl)
+        opt_state = config.learning_rate.adapted(opt_state, divergence.kl)
     before, exceeded = (params, opt_state), divergence.exceeded
     updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
     after = optax.apply_updates(params, updates), opt_state
     return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
 
 
-def adapted(target: KL, opt_state: Any, kl: jax.Array) -> Any:
-    """Adapts the learning rate in an optimizer state to the divergence of an update (nats, `[]`).
+def learning_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state: Any) -> dict[str, jax.Array]:
+    """Returns the metric `learning_rate`, fixed or adaptive; an empty dict if the optimizer has its own learning rate."""
+    if _adapts(config):
+        return {"learning_rate": config.learning_rate.rate_in(opt_state).mean()}  # over networks, if each has one
+    return {} if learning_rate is None else {"learning_rate": learning_rate}
 
-    Divides the rate by 1.5 if the divergence is above twice the target, and multiplies it by 1.5 if the divergence is below
-    half the target. As in rsl_rl (Schwarke et al., 2025, arXiv 2509.10771), a divergence of 0 changes nothing, nor does nan.
-    """
 
-    def new(state: Any) -> Any:
-        if not is_rate_state(state):
-            return state
-        slower, faster = jnp.maximum(state.rate / 1.5, target.low), jnp.minimum(state.rate * 1.5, target.high)
-        is_small = (kl > 0) & (kl < target.target / 2)
-        return AdaptiveRate(jnp.where(kl > target.target * 2, slower, jnp.where(is_small, faster, state.rate)))
-
-    return jax.tree.map(new, opt_state, is_leaf=is_rate_state)
+def _adapts(config: Any) -> bool:
+    return adapts(config.learning_rate) and not is_own(config.optimizer)

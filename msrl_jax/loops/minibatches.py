@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.networks.layers import Carry
+from msrl_jax.networks.unrolls import Carry
 
 
 def check_minibatches(config: Any) -> None:

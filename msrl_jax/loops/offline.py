@@ -23,7 +23,7 @@ from msrl_jax.data.check_spaces import load_for
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.fragments.counters import advance
-from msrl_jax.replay import NStep, Replay, ReplayState
+from msrl_jax.replay import NStep, ReplayBuffer, ReplayState
 from msrl_jax.replay.buffers import storage_of
 
 
@@ -37,8 +37,8 @@ class Data(NamedTuple):
 class Source(NamedTuple):
     """The buffers of a data set, and their states as host arrays."""
 
-    training: Replay
-    validation: Replay | None  # of held-out episodes
+    training: ReplayBuffer
+    validation: ReplayBuffer | None  # of held-out episodes
     data: Data
 
 
@@ -132,7 +132,7 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
     shards, storage = _shards(config), storage_of(config.storage, observation_type(env))
 
-    def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
+    def make(dataset: Dataset, batch_size: int) -> tuple[ReplayBuffer, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
     if not config.validation_fraction:

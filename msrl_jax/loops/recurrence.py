@@ -1,13 +1,10 @@
-"""Trains networks with a recurrent core on replayed windows of steps, with the carries of the acting networks.
+"""Off-policy actor-critics with a recurrent core, which learn from replayed windows of steps (Ni et al., 2022, 2110.05038).
 
-A network unrolls over a window from the carry that is stored with the first step. `replay_values` and `successors` compute
-action values (R2D2, QMIX). In actor-critics (Ni et al., 2022, arXiv 2110.05038) the actor has one core, and all critics share
-another one. Their losses are those of algorithms without a core: the steps of a batch are the steps of its windows after the
-burn-in, and the windows that lead to these steps replace their observations.
+The actor has one core, and all critics share another one. The losses are those of algorithms without a core: the steps of a
+batch are the steps of its windows after the burn-in, and the windows that lead to these steps replace their observations.
 
-In the shape descriptions, `S` denotes the length of a window, `T` its length without the burn-in, `L` is `trace_length`, `B`
-the number of windows in a batch, `N = B L` the number of steps to learn from, and `H` the size of a carry. Teams of agents have
-dimensions of agents after `B`.
+In the shape descriptions, `S` denotes the length of a window, `L` is `trace_length`, `B` the number of windows in a batch,
+`N = B L` the number of steps to learn from, and `H` the size of a carry.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,36 +13,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.fields import check_unused
-from msrl_jax.envs import Space
-from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.configs.checking import check_unused
+from msrl_jax.envs import Environment, Space
+from msrl_jax.envs.actions import action_type
+from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
-from msrl_jax.kernels.time import truncated_values
+from msrl_jax.loops.buffers import n_step_buffer
 from msrl_jax.loops.replay import Batch
-from msrl_jax.networks.layers import AsymmetricTorso, Carry, Network, Torso, first_steps, flatten, unflatten
-from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
-from msrl_jax.replay import NStep, Transition
+from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.torso import AsymmetricTorso, Torso
+from msrl_jax.networks.unrolls import flatten, unflatten
+from msrl_jax.replay import NStep, ReplayBuffer, Transition
 from msrl_jax.replay.buffers import fold
 
 
-def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Returns outputs `[T, B, ...]` and carries `[T, B, H]` of windows `[S, B, ...]`, after `burn_in` steps for the carry."""
-    is_first = first_steps(window.terminated | window.truncated)
-    carry = tuple(x[0] for x in window.carry)
-    if burn_in:
-        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
-        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
-        carry = tuple(x[-1] for x in carries)
-    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
-    return network.unroll(params, after, is_first[burn_in:], carry)
-
-
-def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
-    """Returns outputs `[T, B, ...]` for the true successors of steps, which differ from the next steps at truncations."""
-    value = lambda params, final: network.step(params, *final)[0]  # noqa: E731
-    last = truncated_values(value, params, (window.next_obs, carries), window.truncated, and_last=True)
-    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
-    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
+def replay_buffer(env: Environment, config: Any, carry: Any) -> ReplayBuffer:
+    """Makes an `n_step_buffer`, or with a core a `sequence_buffer`, which also stores `carry`, given for one environment."""
+    if config.core == "none":
+        return n_step_buffer(env, config)
+    return sequence_buffer(observation_type(env), action_type(env.action_space), config, carry, may_be_absent=is_on_host(env))
 
 
 class History(NamedTuple):

@@ -24,8 +24,8 @@ from msrl_jax.agents.agent import Progress
 from msrl_jax.fragments.counters import Counter, advance, counter, remainder
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import parameter_age
-from msrl_jax.networks.layers import Carry
-from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Sample
+from msrl_jax.networks.unrolls import Carry
+from msrl_jax.replay import SHARD_AXIS, Indices, ReplayBuffer, ReplayState, Sample
 
 
 class Learner(NamedTuple):
@@ -67,7 +67,7 @@ class OffPolicyState(NamedTuple):
     replay: ReplayState
     replay_key: jax.Array  # for draws
     pending: Pending
-    data: Any = ()  # `Replay.data` of a buffer that mixes in a data set
+    data: Any = ()  # `ReplayBuffer.data` of a buffer that mixes in a data set
     carry: Carry = ()  # the recurrent state of the actors, [E, ...]
     env_state: Any = ()
     obs: Any = ()  # for the next actions, [E, ...]
@@ -79,7 +79,7 @@ class OffPolicyState(NamedTuple):
 
 
 def initial_state(
-    config: Any, buffer: Replay, learner: Learner, actor_key: jax.Array, learner_key: jax.Array, replay_key: jax.Array
+    config: Any, buffer: ReplayBuffer, learner: Learner, actor_key: jax.Array, learner_key: jax.Array, replay_key: jax.Array
 ) -> OffPolicyState:
     """Makes the initial state, without environments and carries; with an `actor_period`, acting parameters are copies."""
     copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731  # a state whose leaves share an array cannot be donated
@@ -95,7 +95,7 @@ def initial_state(
     )
 
 
-def state_axes(buffer: Replay, **others: Any) -> OffPolicyState:
+def state_axes(buffer: ReplayBuffer, **others: Any) -> OffPolicyState:
     """Returns the logical axes of a state; `others` are the axes of environments and carries."""
     whole = dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P())
     stored = {"replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes}
@@ -103,7 +103,7 @@ def state_axes(buffer: Replay, **others: Any) -> OffPolicyState:
 
 
 def draw(
-    buffer: Replay, replay: ReplayState, key: jax.Array, data: Any, progress: Progress, num_updates: int
+    buffer: ReplayBuffer, replay: ReplayState, key: jax.Array, data: Any, progress: Progress, num_updates: int
 ) -> tuple[jax.Array, Sample, jax.Array, Mapping[str, jax.Array]]:
     """Draws `K` batches at once; returns the next key, the batches, whether the buffer is ready, and its report."""
     key, *keys = jax.random.split(key, num_updates + 1)

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.networks.layers import first_steps
+from msrl_jax.networks.unrolls import first_steps
 from msrl_jax.returns.advantages import gae, standardize
 from msrl_jax.returns.value_size import TargetScale
 
@@ -29,7 +29,7 @@ class Trajectory(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # whether the episode ended in a terminal state
     truncated: jax.Array  # whether the episode was cut short
-    present: jax.Array | None = None  # which steps count; all if None
+    valid: jax.Array | None = None  # which steps count; all if None
     bonus: jax.Array | None = None  # added to the advantages, such as for intrinsic rewards; nothing if None
 
     @property
@@ -68,16 +68,16 @@ def estimate(
         value, bootstrap_value = value * size.size, bootstrap_value * size.size
     next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
     advantage = gae(
-        t.reward, value, next_value, t.terminated, t.truncated, t.present,
+        t.reward, value, next_value, t.terminated, t.truncated, t.valid,
         discount=config.discount, gae_lambda=config.gae_lambda,
     )  # fmt: skip
     target = value + advantage
     if t.bonus is not None:
         advantage += t.bonus
     if config.normalize_advantage in ("batch", "worker"):
-        advantage = standardize(advantage, t.present)
+        advantage = standardize(advantage, t.valid)
     if size:
-        size = size.updated(target, t.present)
+        size = size.updated(target, t.valid)
         # Do not center: while the mean of the targets moves, the critic would have to shift every value with it.
         value, target = value / size.size, target / size.size
     return advantage, value, target, size

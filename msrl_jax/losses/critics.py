@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.options import C51, TQC, Expected
+from msrl_jax.configs.predictions import C51, TQC, Expected
 from msrl_jax.envs import Discrete, Space
-from msrl_jax.losses.distributional import (
-    categorical_loss,
-    categorical_projection,
-    quantile_huber_loss,
-    value_error,
-)
+from msrl_jax.losses.distributional import categorical_loss, categorical_projection, quantile_huber_loss
+from msrl_jax.losses.values import value_error
 
 Backup = Callable[[jax.Array], jax.Array]
 """Maps returns from the next step on to returns from this step on, `[B]` each and increasing."""

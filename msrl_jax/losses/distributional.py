@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.configs.options import C51
+from msrl_jax.configs.predictions import C51
 
 
 def check_support(config: Any) -> None:
@@ -23,11 +23,6 @@ def check_support(config: Any) -> None:
     v_min, v_max = atoms.support(config.discount)
     if v_min >= v_max:
         raise ValueError(f"{name}.returns: v_min={v_min:g} is not below v_max={v_max:g}; use a smaller one or a larger one")
-
-
-def value_error(value: jax.Array, target: jax.Array, huber_delta: float | None) -> jax.Array:
-    """Returns half the squared error; linear above `huber_delta`, unless it is None."""
-    return optax.l2_loss(value, target) if huber_delta is None else optax.huber_loss(value, target, delta=huber_delta)
 
 
 def categorical_projection(probability: jax.Array, returns: jax.Array, v_min: float, v_max: float) -> jax.Array:

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.losses.values import clipped_value_loss, value_loss
 from msrl_jax.networks.distributions import Distribution
 from msrl_jax.returns.advantages import mean
 
@@ -41,39 +42,6 @@ def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_rati
     return -jnp.minimum(ratio * advantage, clipped * advantage)
 
 
-def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns half the squared error.
-
-    Args:
-      value: predictions. `[...]`
-      target: targets of the predictions. `[...]`
-
-    Returns:
-      The loss to minimize. `[...]`
-    """
-    chex.assert_equal(jnp.shape(value), jnp.shape(target))
-    return 0.5 * jnp.square(value - target)
-
-
-def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array, clip_value: float) -> jax.Array:
-    """Returns half the squared error; a change of more than `clip_value` from the old prediction does not lower it.
-
-    This is the value loss of PPO2 in OpenAI Baselines, which Engstrom et al. (2020, arXiv 2005.12729) study.
-
-    Args:
-      value: predictions. `[...]`
-      old_value: predictions before the update. `[...]`
-      target: targets of the predictions. `[...]`
-      clip_value: the difference from `old_value` is clipped to this size, in units of the return.
-
-    Returns:
-      The loss to minimize. `[...]`
-    """
-    chex.assert_equal(jnp.shape(value), jnp.shape(old_value))
-    near = old_value + jnp.clip(value - old_value, -clip_value, clip_value)
-    return jnp.maximum(value_loss(value, target), value_loss(near, target))
-
-
 def approximate_kl(log_ratio: jax.Array) -> jax.Array:
     """Estimates the divergence of the old policy from the new one, unbiased and non-negative (J. Schulman's k3).
 
@@ -104,6 +72,6 @@ def ppo_loss(
         "approx_kl": approximate_kl(log_ratio),
         "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
-    stats = {name: mean(x.astype(jnp.float32), taken.present) for name, x in stats.items()}
+    stats = {name: mean(x.astype(jnp.float32), taken.valid) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

@@ -7,9 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.losses.distributional import value_error
+from msrl_jax.losses.values import value_error
 from msrl_jax.replay import Transition
-from msrl_jax.returns.estimators import n_step_return
+from msrl_jax.returns.n_step import n_step_return
 
 
 def sequence_target(

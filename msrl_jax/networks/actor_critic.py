@@ -14,27 +14,28 @@ from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import are_privileged, with_privileged_of
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.kernels.time import truncated_values
+from msrl_jax.networks.core import core_of
 from msrl_jax.networks.distributions import Distribution, check_policy_space, choose, has_scale
-from msrl_jax.networks.layers import Carry, flatten, make_torsos, unflatten
 from msrl_jax.networks.policy_and_value import policy_and_value
-from msrl_jax.networks.recurrent import recurrent_network
+from msrl_jax.networks.torso import make_torsos
+from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
 
 class ActorCritic(NamedTuple):
     """A policy and a value function as pure functions of their parameters.
 
-    With a recurrent core, values depend on carries, which stay with the actors. Actors therefore record a note for the learner:
-    the values, or the features before them if critics have privileged inputs. Without a core, carries and notes are `()`, and
-    the learner computes values from observations.
+    With a recurrent core, values depend on carries, which stay with the actors. Actors therefore record a value input for the
+    learner: the value, or the features before it if critics have privileged inputs. Without a core, carries and value inputs
+    are `()`, and the learner computes values from observations.
     """
 
     init: Callable[[jax.Array], Any]  # (key) -> params
     initial_carry: Callable[[tuple[int, ...]], Any]  # (batch_shape) -> zeros
-    # (params, obs [N, ...], carry) -> (policy, note, carry); obs may omit the privileged state
+    # (params, obs [N, ...], carry) -> (policy, value input, carry); obs may omit the privileged state
     act: Callable[[Any, Any, Carry], tuple[Distribution, Any, Carry]]
-    # (params, obs [N, ...], carry) -> note, the value even without a core; None if values depend on a privileged state
-    note: Callable[[Any, Any, Carry], Any] | None
-    # (params, obs [N, ...], note) -> value [N]; computed from the observations if the note is `()`
+    # (params, obs [N, ...], carry) -> value input, the value even without a core; None if values depend on a privileged state
+    value_input: Callable[[Any, Any, Carry], Any] | None
+    # (params, obs [N, ...], value input) -> value [N]; computed from the observations if the value input is `()`
     value: Callable[[Any, Any, Any], jax.Array]
     # (params, obs [T, E, ...], is_first [T, E] bool, carry [E, ...]) -> (policy, value [T, E], carries after every step);
     # clears the carry before the first step of every episode
@@ -47,11 +48,11 @@ def actor_critic(config: Any, observation_space: Space, action_space: Space) -> 
         return _feed_forward(config, observation_space, action_space)
     shared = config.shared_torso or not are_privileged(observation_space)
     heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)  # noqa: E731
-    network = recurrent_network(observation_space, heads, config)
+    network = core_of(config).network(observation_space, heads, config)
 
     def act(params: Any, obs: Any, carry: Carry) -> tuple[Distribution, Any, Carry]:
-        (policy, note), carry = network.step(params, obs, carry)
-        return policy, note, carry
+        (policy, value_input), carry = network.step(params, obs, carry)
+        return policy, value_input, carry
 
     def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Distribution, jax.Array, Carry]:
         (policy, value), carries = network.unroll(params, obs, is_first, carry)
@@ -61,8 +62,8 @@ def actor_critic(config: Any, observation_space: Space, action_space: Space) -> 
         init=network.init,
         initial_carry=network.initial_carry,
         act=act,
-        note=lambda params, obs, carry: act(params, obs, carry)[1],
-        value=lambda params, obs, note: network.value(params, with_privileged_of(unmasked(obs), note)),
+        value_input=lambda params, obs, carry: act(params, obs, carry)[1],
+        value=lambda params, obs, value_input: network.value(params, with_privileged_of(unmasked(obs), value_input)),
         unroll=unroll,
     )
 
@@ -78,19 +79,19 @@ def _feed_forward(config: Any, observation_space: Space, action_space: Space) ->
         init=lambda key: network.init(key, zeros(observation_space)),
         initial_carry=lambda batch_shape: (),
         act=lambda params, obs, carry: (network.policy(params, obs), (), carry),
-        note=None if are_privileged(observation_space) else lambda params, obs, carry: network.value(params, obs),
-        value=lambda params, obs, note: network.value(params, obs) if isinstance(note, tuple) else note,
+        value_input=None if are_privileged(observation_space) else lambda params, obs, carry: network.value(params, obs),
+        value=lambda params, obs, value_input: network.value(params, obs) if isinstance(value_input, tuple) else value_input,
         unroll=unroll,
     )
 
 
-def values(network: ActorCritic, params: Any, obs: Any, notes: Any) -> jax.Array:
-    """Returns the values `[T, E]` of observations `[T, E, ...]`, from the notes of the actors."""
-    return unflatten(network.value(params, flatten(obs), flatten(notes)), len(jax.tree.leaves(obs)[0]))
+def values(network: ActorCritic, params: Any, obs: Any, value_inputs: Any) -> jax.Array:
+    """Returns the values `[T, E]` of observations `[T, E, ...]`, from the value inputs that actors recorded."""
+    return unflatten(network.value(params, flatten(obs), flatten(value_inputs)), len(jax.tree.leaves(obs)[0]))
 
 
-def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array) -> Any:
-    """Returns the notes for the last observations of episodes: valid where truncated, and at the end of an unroll.
+def final_value_inputs(network: ActorCritic, params: Any, final_obs: Any, carries: Carry, truncated: jax.Array) -> Any:
+    """Returns the value inputs for the last observations of episodes: valid where truncated, and at the end of an unroll.
 
     Args:
       network: the actor-critic.
@@ -100,12 +101,16 @@ def final_notes(network: ActorCritic, params: Any, final_obs: Any, carries: Carr
       truncated: whether an episode was truncated. `[T, E]` bool
 
     Returns:
-      The notes `[T, E, ...]`; `()` without notes.
+      The value inputs `[T, E, ...]`; `()` without them.
     """
-    if network.note is None:
+    if network.value_input is None:
         return ()
-    note = network.note
-    return truncated_values(lambda params, final: note(params, *final), params, (final_obs, carries), truncated, and_last=True)
+    value_input = network.value_input
+
+    def last(params: Any, final: Any) -> Any:
+        return value_input(params, *final)
+
+    return truncated_values(last, params, (final_obs, carries), truncated, and_last=True)
 
 
 def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import Discrete, Space
-from msrl_jax.networks.layers import CustomNetworks, Network
+from msrl_jax.networks.network import Network
 from msrl_jax.networks.policies import taken_value
 
 
 def check_batch_norm(config: Any, action_space: Space | None = None) -> None:
     """Raises ValueError if a config sets `batch_norm` but its critics do not support it."""
-    whole = isinstance(config.network, CustomNetworks)
+    whole = getattr(config.network, "is_whole", False)
     network = "CustomNetworks(...)" if whole else "'simba'"
     obstacles = {
         "those of discrete actions see none; use layer_norm=True": isinstance(action_space, Discrete),

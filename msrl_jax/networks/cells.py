@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.kernels.networks import matmul
-from msrl_jax.networks.layers import Carry, Core, reset_carry
+from msrl_jax.networks.core import Core
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 Gates = tuple[jax.Array, ...]
 """One array `[..., H]` for each gate."""

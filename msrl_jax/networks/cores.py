@@ -23,10 +23,12 @@ from flax import linen as nn
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.networks.cells import CELLS, stepwise
-from msrl_jax.networks.layers import Carry, Core, Network, reset_carry
+from msrl_jax.networks.core import Core
+from msrl_jax.networks.custom import CustomNetwork
 from msrl_jax.networks.linear_recurrence import lru, min_gru
 from msrl_jax.networks.modules import check_gradients, is_name
 from msrl_jax.networks.transformer import gtrxl
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 _NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
 _NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
@@ -126,7 +128,7 @@ def _checked(own: Any, input_size: int, name: str) -> Core:
         raise ValueError(f"{name}: a step turns the carry {show(start)} into {show(after)}; keep structure, shapes and dtypes")
     if getattr(outputs, "shape", ())[:-1] != (3,) or not jnp.issubdtype(outputs.dtype, jnp.floating):
         raise ValueError(f"{name} returns outputs {outputs} for a batch of 3; return one array of floats [3, F]")
-    two_steps = Network(own.init, lambda params, x: own.step(params, x, own.step(params, x, start)[1])[0])
+    two_steps = CustomNetwork(own.init, lambda params, x: own.step(params, x, own.step(params, x, start)[1])[0])
     check_gradients(name, two_steps, params, inputs)
     return _as_others(own, structure, outputs.shape[-1])
 

@@ -15,7 +15,8 @@ from flax import linen as nn
 
 from msrl_jax.kernels.networks import matmul
 from msrl_jax.networks.cells import Gates, per_gate
-from msrl_jax.networks.layers import Carry, Core, reset_carry
+from msrl_jax.networks.core import Core
+from msrl_jax.networks.unrolls import Carry, reset_carry
 
 LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""

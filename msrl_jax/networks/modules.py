@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax._compat import used_inputs
-from msrl_jax.configs.fields import MADE, has_arrays
+from msrl_jax.configs.deferred import MADE, has_arrays
 from msrl_jax.fragments.support import naming
-from msrl_jax.networks.layers import CustomNetworks, Network
+from msrl_jax.networks.custom import CustomNetwork, CustomNetworks
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
 _NAMED = "a module, a pair, or a function or class that makes one"
@@ -38,7 +38,7 @@ def is_name(network: Any) -> bool:
     return isinstance(network, str) and (":" not in network or "=" in network)
 
 
-def as_network(given: Any) -> Network | CustomNetworks:
+def as_network(given: Any) -> CustomNetwork | CustomNetworks:
     """Converts a module to a pair of functions, which raise clear errors when they are first traced.
 
     Args:
@@ -77,7 +77,7 @@ def as_network(given: Any) -> Network | CustomNetworks:
         check_gradients(name, network, params, *three)
         return params
 
-    return Network(init, network.apply)
+    return CustomNetwork(init, network.apply)
 
 
 def _is_network(value: Any) -> bool:
@@ -91,14 +91,14 @@ def _name(what: Any) -> str:
     return getattr(what, "__qualname__", None) or type(what).__qualname__
 
 
-def _pair_of(what: Any, name: str) -> Network:
+def _pair_of(what: Any, name: str) -> CustomNetwork:
     if isinstance(what, type) and issubclass(what, nn.Module):
         raise TypeError(f"{name} is a class; give a module, such as {what.__name__}(...)")
     if isinstance(what, nn.Module):
         return _linen(what, name)
     if isinstance(what, tuple) and any(isinstance(x, nn.Module) for x in what):
         raise TypeError(f"{name} holds modules; give CustomNetworks(actor=..., critic=...) instead")
-    is_pair = isinstance(what, tuple) and not isinstance(what, Network)
+    is_pair = isinstance(what, tuple) and not isinstance(what, CustomNetwork)
     pair: Any = what if is_pair else (getattr(what, "init", None), getattr(what, "apply", None))
     if len(pair) == 2 and all(map(callable, pair)):
         return _pair(pair[0], pair[1], name)
@@ -109,7 +109,7 @@ def _pair_of(what: Any, name: str) -> Network:
     return _made(what, name)
 
 
-def _linen(module: nn.Module, name: str) -> Network:
+def _linen(module: nn.Module, name: str) -> CustomNetwork:
     def init(key: jax.Array, *obs: Any) -> Any:
         variables = dict(module.init(key, *obs))
         params = variables.pop("params", {})
@@ -117,16 +117,16 @@ def _linen(module: nn.Module, name: str) -> Network:
             raise ValueError(f"{name} has the collection {min(variables)!r}; {_NO_STATE}")
         return params
 
-    return Network(init, lambda params, *obs: module.apply({"params": params}, *obs))
+    return CustomNetwork(init, lambda params, *obs: module.apply({"params": params}, *obs))
 
 
-def _pair(init: Callable[..., Any], apply: Callable[..., Any], name: str) -> Network:
+def _pair(init: Callable[..., Any], apply: Callable[..., Any], name: str) -> CustomNetwork:
     if len(needed := _needed(apply)) > 2:
         raise TypeError(
             f"{name} has apply({', '.join(needed)}), which is called with parameters and observations; {_NO_STATE}. Of Haiku, "
             "give hk.without_apply_rng(hk.transform(...))"
         )
-    return Network(init, apply)
+    return CustomNetwork(init, apply)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
@@ -136,7 +136,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind in positional]
 
 
-def _made(make: Callable[..., Any], name: str) -> Network:
+def _made(make: Callable[..., Any], name: str) -> CustomNetwork:
     """Makes a network from a function of a key that returns a module; only the parameters may depend on the key."""
     by_name = "key" in [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
     num_inputs = len(_needed(make)) - (not by_name)
@@ -163,7 +163,7 @@ def _made(make: Callable[..., Any], name: str) -> Network:
         jax.eval_shape(trace, jax.random.key(0), *obs)
         return found[0](params, *obs)
 
-    return Network(lambda key, *obs: parts(key, *obs)[0], apply)
+    return CustomNetwork(lambda key, *obs: parts(key, *obs)[0], apply)
 
 
 def _nnx(module: Any, name: str) -> tuple[Any, Callable[..., Any]]:
@@ -192,7 +192,7 @@ def _callable_pytree(module: Any) -> tuple[Any, Callable[..., Any]]:
     return params, apply
 
 
-def check_gradients(name: str, network: Network, params: Any, *obs: Any) -> None:
+def check_gradients(name: str, network: CustomNetwork, params: Any, *obs: Any) -> None:
     """Raises ValueError if a parameter is not an array of floats, or has no gradient."""
     remedy = "keep what is not trained out of the parameters"
     for path, leaf in jax.tree.leaves_with_path(params):

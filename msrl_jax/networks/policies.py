@@ -7,7 +7,7 @@ networks raise ValueError if observations are not images of at least 3x3.
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.networks.layers import Network, Seen, Torso, head, make_torsos
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import Part, Seen, Torso, make_torsos
 
 
 @jax.tree_util.register_dataclass
@@ -58,9 +59,6 @@ def _log_tanh_slope(x: jax.Array) -> jax.Array:
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
-Part = Literal["actor", "critic", "value"]
-
-
 class _Linear(nn.Module):
     """A torso and a linear layer."""
 
@@ -71,7 +69,7 @@ class _Linear(nn.Module):
     @nn.compact
     def __call__(self, *inputs: jax.Array) -> jax.Array:
         """Maps the torso's inputs to `[..., num_outputs]`."""
-        return head(self.torso, self.num_outputs, self.scale)(self.torso(*inputs))
+        return self.torso.head(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
 def linear_network(part: Part, seen: Seen, config: Any, *, num_outputs: int, scale: float, batch_norm: bool = False) -> Network:

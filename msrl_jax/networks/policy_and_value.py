@@ -17,7 +17,7 @@ from msrl_jax.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.networks.layers import AsymmetricTorso, Torso, head
+from msrl_jax.networks.torso import AsymmetricTorso, Torso
 
 
 class _Module(nn.Module):
@@ -30,8 +30,8 @@ class _Module(nn.Module):
     def setup(self):
         """Makes the heads."""
         size = num_outputs(self.action_space)
-        self.actor_head = head(self.actor_torso, size, 0.01)
-        self.critic_head = head(self.critic_torso or self.actor_torso, 1, 1.0)
+        self.actor_head = self.actor_torso.head(size, 0.01)
+        self.critic_head = (self.critic_torso or self.actor_torso).head(1, 1.0)
         self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:

@@ -11,7 +11,9 @@ from flax import linen as nn
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import Counter, at_least
-from msrl_jax.networks.layers import ACTIVATIONS, Network, Torso, dense, head, hidden
+from msrl_jax.networks.layers import ACTIVATIONS, dense, hidden
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import Torso
 
 
 class _Values(nn.Module):
@@ -49,7 +51,7 @@ class _Values(nn.Module):
         return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
 
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
-        outputs = head(self.torso, num_actions * self.num_atoms, 0.01, name)(features)
+        outputs = self.torso.head(num_actions * self.num_atoms, 0.01, name)(features)
         return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
 
 

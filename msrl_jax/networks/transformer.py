@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.kernels.networks import matmul
-from msrl_jax.networks.layers import Carry, Core
+from msrl_jax.networks.core import Core
+from msrl_jax.networks.unrolls import Carry
 
 
 def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> Core:

@@ -3,18 +3,18 @@
 import dataclasses
 from typing import Any
 
-from msrl_jax.cli.command import Outcome, command
+from msrl_jax.cli.command import Output, command
 from msrl_jax.cli.commands import DIVERGED
 from msrl_jax.cli.options import Part
 
 
 @command(Part("msrl_jax.nonfinite.failure:replay_step", only=("path", "trust")))
-def replay(asked: dict[str, Any]) -> Outcome:
+def replay(asked: dict[str, Any]) -> Output:
     """Repeat the first step of a run with a non-finite value, outside jax.jit, and report its origin."""
     from msrl_jax.nonfinite.failure import replay_step
 
     failure = replay_step(**asked)
     if failure is None:
-        return Outcome("all results of this step are finite here", {"finite": True}, DIVERGED)
+        return Output("all results of this step are finite here", {"finite": True}, DIVERGED)
     fields = {f.name: getattr(failure.origin, f.name) for f in dataclasses.fields(failure.origin) if f.name != "operands"}
-    return Outcome(failure, {"iteration": failure.iteration, "member": failure.member, **fields})
+    return Output(failure, {"iteration": failure.iteration, "member": failure.member, **fields})

@@ -9,7 +9,8 @@ import jax
 
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.passes.staleness import delay
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.state_layout import Delayed
 from msrl_jax.nonfinite.failure import FILE, Failure, save
 from msrl_jax.nonfinite.origin import Origin, find_origin
 from msrl_jax.run.evaluation.history import first_non_finite
@@ -28,9 +29,9 @@ def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
     finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
     if found.origin.fragment is None:
         return finding
-    path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / FILE
     try:
-        saved = save(path, found, run.description, run.experiment.recorded_steps)
+        folder = Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path
+        saved = save(folder / FILE, found, run.description, run.experiment.recorded_steps)
     except OSError as error:
         return dataclasses.replace(finding, note=f"The step could not be written: {error}")
     return dataclasses.replace(finding, replay=saved)

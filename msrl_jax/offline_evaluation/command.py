@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any
 
-from msrl_jax.cli.command import Outcome, command
+from msrl_jax.cli.command import Output, command
 from msrl_jax.cli.commands import about_agent, run_of
 from msrl_jax.cli.options import Part
 
 
 @command(run_of, Part("msrl_jax.offline_evaluation.fitted_q:estimate_return", only=("seed", "member")))
-def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount: float = 0.99) -> Outcome:
+def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount: float = 0.99) -> Output:
     """Estimate the discounted return of a trained agent from a data set, by fitted Q evaluation, without running episodes.
 
     Args:
@@ -21,4 +21,4 @@ def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount:
     result = run_of(**run)
     found = estimate_return(result, data, FittedQ(discount=discount), **asked)
     line, about = about_agent(result, asked.get("member"))
-    return Outcome(f"{line}{found}", about | dataclasses.asdict(found))
+    return Output(f"{line}{found}", about | dataclasses.asdict(found))

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax import policies
 from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import logical_axes, split_keys
+from msrl_jax.configs.checking import check_fields
 from msrl_jax.configs.config import Activation, NetworkKind, field
-from msrl_jax.configs.fields import check_fields
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents

@@ -13,6 +13,6 @@ from msrl_jax.policies.standard import MultiLearner as MultiLearner
 from msrl_jax.policies.standard import SingleLearnerCoarse as SingleLearnerCoarse
 from msrl_jax.policies.standard import SingleLearnerFine as SingleLearnerFine
 from msrl_jax.policies.standard import get as get
-from msrl_jax.policies.standard import is_own as is_own
+from msrl_jax.policies.standard import is_custom as is_custom
 from msrl_jax.policies.standard import names as names
 from msrl_jax.policies.standard import register as register

@@ -30,9 +30,9 @@ def policy_repr(policy: object) -> str:
 def spec(policy: object) -> str:
     """A policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one."""
     kind = type(policy)
-    is_own = kind.__module__.partition(".")[0] not in ("msrl_jax", "__main__")
-    is_own = is_own and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-    return ":".join(filter(None, [kind.__module__ if is_own else "", kind.__name__, ",".join(_given(policy))]))
+    is_custom = kind.__module__.partition(".")[0] not in ("msrl_jax", "__main__")
+    is_custom = is_custom and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return ":".join(filter(None, [kind.__module__ if is_custom else "", kind.__name__, ",".join(_given(policy))]))
 
 
 def _given(policy: object) -> list[str]:

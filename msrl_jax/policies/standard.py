@@ -264,7 +264,7 @@ def register(policy: type) -> type:
     return checks.add("policy", POLICIES, policy.__name__, policy)
 
 
-def is_own(policy: str) -> bool:
+def is_custom(policy: str) -> bool:
     """Whether a string names a custom policy in a module, which `get` imports."""
     first, colon, _ = parse_spec(policy, prefixes=True)[0].partition(":")
     return bool(colon) and first.lower() not in map(str.lower, POLICIES)
@@ -312,7 +312,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     parameters = given | parameters
     first, colon, rest = name.partition(":")
     naming.check_no_file("policy", name)
-    if colon and not is_own(name):
+    if colon and not is_custom(name):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
         cls: Any = naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)

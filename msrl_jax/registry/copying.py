@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msrl_jax.configs.config import ALGORITHMS
 from msrl_jax.fragments.support.checks import as_path, replacing
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.registry import files, lookup
+from msrl_jax.registry.table import ALGORITHMS
 
 
 @entry

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from msrl_jax.configs.config import ALGORITHMS
 from msrl_jax.fragments.support.checks import suggestion
 
 _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
@@ -51,6 +52,12 @@ def load(algorithm: str) -> type:
     return own[name or next(iter(own))]
 
 
+def newest(config: type) -> type:
+    """Returns a config as its file has it now, if `load` has loaded it; otherwise the config."""
+    path = file_of(config.__module__)
+    return load(f"{path}:{config.__qualname__}") if path in _LOADED else config
+
+
 def configs(module: ModuleType) -> dict[str, Any]:
     """Returns the configs that a module itself defines, by class name."""
     own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
@@ -66,11 +73,15 @@ def _module(path: str, text: bytes) -> ModuleType:
     spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, path))
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    held = {} if before is None else {config.name: config for config in configs(before).values()}
+    for former in held:  # its class may have another name now
+        ALGORITHMS.pop(former, None)
     sys.path.insert(0, os.path.dirname(path))  # so that the file can import modules in its folder
     try:
         exec(compile(text, path, "exec"), vars(module))
     except Exception as error:
         sys.modules.pop(name) if before is None else sys.modules.update({name: before})
+        ALGORITHMS.update(held)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1] if lines else "?"
         what = error.msg if isinstance(error, SyntaxError) else error

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from msrl_jax import envs
-from msrl_jax.configs.config import ALGORITHMS
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
@@ -19,6 +18,7 @@ from msrl_jax.fragments.support.naming import reference as reference
 from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.registry import files, resolve
+from msrl_jax.registry.table import ALGORITHMS, check_name
 
 _WITH_CORE = {"dqn": "r2d2", "apex_dqn": "r2d2"}
 """Algorithms whose form with a recurrent core is another algorithm."""
@@ -42,7 +42,8 @@ def get(algorithm: str | type) -> type:
 
     Raises:
       TypeError: if it is none of these.
-      ValueError: if the name is unknown (the message suggests the nearest one), or the file fails to run or has no such config.
+      ValueError: if the name is unknown (the message suggests the nearest one) or that of an algorithm in an optional room, or
+        the file fails to run or has no such config.
     """
     if _is_config(algorithm):
         assert isinstance(algorithm, type)
@@ -52,14 +53,15 @@ def get(algorithm: str | type) -> type:
                 f"{algorithm.__name__} is a subclass of the config {base}, but not a config itself; decorate it with "
                 "algorithms.config, under a new name"
             )
+        check_name(algorithm)
         return algorithm
     if not isinstance(algorithm, str):
         raise TypeError(f"the algorithm is {shown(algorithm)}; give a config such as PPO(), or a name: {', '.join(names())}")
     if files.is_file(algorithm):
-        return files.load(algorithm)
+        return get(files.load(algorithm))
     if ":" in algorithm:
         return get(naming.imported("algorithm", algorithm, "a class made with algorithms.config", _is_config))
-    return checks.find("algorithm", ALGORITHMS, algorithm)
+    return get(files.newest(checks.find("algorithm", ALGORITHMS, algorithm)))
 
 
 def _is_config(value: Any) -> bool:

@@ -20,8 +20,10 @@ from msrl_jax.agents import schedules
 from msrl_jax.agents.agent import Agent
 from msrl_jax.agents.optimizers import NAMED, Named
 from msrl_jax.agents.transformations import scheduled
-from msrl_jax.configs.config import ALGORITHMS, OptimizerKind
-from msrl_jax.configs.fields import all_fields, check_unused, is_deferred, value_of
+from msrl_jax.configs.checking import check_unused
+from msrl_jax.configs.config import OptimizerKind
+from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.configs.replacing import with_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
 from msrl_jax.fragments.support import checks, naming
@@ -30,6 +32,8 @@ from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.networks.modules import as_network, is_name
+from msrl_jax.networks.recurrent import RecurrentCore
+from msrl_jax.registry.table import ALGORITHMS
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
 _PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
@@ -64,7 +68,7 @@ def objects(config: Any) -> Any:
     if not is_name(network := getattr(config, "network", "auto")):
         own["network"] = as_network(network)
     if (core := getattr(config, "core", "none")) != "none":
-        own["core"] = (lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core)
+        own["core"] = RecurrentCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
         own["optimizer"] = _own_optimizer(optimizer) if is_own(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):

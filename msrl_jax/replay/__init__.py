@@ -3,7 +3,7 @@
 from msrl_jax.replay.base import SHARD_AXIS as SHARD_AXIS
 from msrl_jax.replay.base import Indices as Indices
 from msrl_jax.replay.base import NStep as NStep
-from msrl_jax.replay.base import Replay as Replay
+from msrl_jax.replay.base import ReplayBuffer as ReplayBuffer
 from msrl_jax.replay.base import ReplayState as ReplayState
 from msrl_jax.replay.base import Sample as Sample
 from msrl_jax.replay.base import Transition as Transition

@@ -86,7 +86,7 @@ class Transition(NamedTuple):
       truncated: whether the episode was cut short. shape=() or (A,), bool
       next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it differs from the next `obs`.
       carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
-      present: whether the step is valid; None if all are. A window with an invalid step has weight 0. shape=(), bool
+      valid: whether the step is valid; None if all are. A window with an invalid step has weight 0. shape=(), bool
       episode: twice the number of the episode in its environment, plus 1 at its last step; set by a buffer that relabels goals,
         `()` otherwise. shape=(), int32
     """
@@ -98,7 +98,7 @@ class Transition(NamedTuple):
     truncated: Any
     next_obs: Any
     carry: Any = ()
-    present: Any = None
+    valid: Any = None
     episode: Any = ()
 
 
@@ -122,7 +122,7 @@ class NStep(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Replay:
+class ReplayBuffer:
     """A replay buffer: pure functions of its state, and its sizes.
 
     Attributes:
@@ -147,7 +147,7 @@ class Replay:
       data: host arrays that `sample` also reads and no function changes, such as a dataset; `()` for most buffers. They are
         an argument of `sample`, so that programs do not contain them as constants.
       data_axes: a prefix tree of `data` with logical axis names, like `axes`.
-      may_be_absent: whether steps may be invalid (not `present`); windows with such steps have weight 0.
+      may_be_absent: whether steps may be invalid (not `valid`); windows with such steps have weight 0.
     """
 
     init: Callable[[], ReplayState]

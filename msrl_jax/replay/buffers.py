@@ -17,7 +17,7 @@ from msrl_jax.replay.base import (
     SHARD_AXIS,
     Indices,
     NStep,
-    Replay,
+    ReplayBuffer,
     ReplayState,
     Sample,
     add_saturating,
@@ -50,12 +50,12 @@ def uniform(
     shards: int | None = None,
     storage: Storage | None = None,
     relabelling: Relabelling | None = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer that samples windows uniformly (Lin, 1992; Mnih et al., 2015).
 
     Args:
       example: one step of one environment: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
-      capacity: maximum number of steps of all environments; rounded down to whole insertions, see `Replay.capacity`.
+      capacity: maximum number of steps of all environments; rounded down to whole insertions, see `ReplayBuffer.capacity`.
       num_envs: number of environments, `E`.
       unroll_length: number of steps per environment of one insertion, `T`.
       batch_size: number of windows per batch, `B`.
@@ -66,7 +66,9 @@ def uniform(
       min_size: number of steps of all environments that the buffer must hold to be `ready`; by default, enough for a batch.
       shards: `G`, the maximum number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
         depend on it. By default the greatest common divisor of the two and 8.
-      storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`.
+      storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`. With `"frame_stack(n)"` for
+        `obs` and `next_obs` of a `Transition`, each frame of stacked observations is kept once; windows of steps whose frames
+        are gone have weight 0.
       relabelling: how to relabel sampled n-step transitions with goals that were achieved later; None does not relabel.
 
     Returns:
@@ -112,7 +114,7 @@ def prioritized(
     alpha: float = 0.6,
     epsilon: float = 1e-6,
     beta: float | None = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
 
     This is the proportional variant of arXiv 1511.05952: each shard draws one window from each of `B / G` equal parts of its
@@ -246,7 +248,7 @@ def _replay(
     inserted: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: (),
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
     axes: Any = None,
-) -> Replay:
+) -> ReplayBuffer:
     """Makes a buffer from its ring and its sampling functions; the defaults are those of a uniform buffer.
 
     `draw` returns the windows of each shard with their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the
@@ -287,13 +289,11 @@ def _replay(
             obs, next_obs = (relabelling.goals.replace(x, goal) for x in (obs, next_obs))
         return NStep(obs, action, reward, weight, next_obs)
 
-    def present(held: list[Any], at: Indices) -> jax.Array:
+    def valid(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window are valid, including those after the end of an episode."""
-        return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
+        return ring.valid(held, at, offsets(at)).all(0)
 
     windowed = discount is None and ring.length > 1
-    may_be_absent = getattr(ring.example, "present", None) is not None
-
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
         return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
@@ -315,8 +315,8 @@ def _replay(
         env = at.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
         probability = whole(probability)
         weight = weigh(probability, fraction)
-        if may_be_absent:
-            weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
+        if ring.may_be_absent:
+            weight = jnp.where(whole(jax.vmap(valid)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
     def windows(state: ReplayState) -> jax.Array:
@@ -331,7 +331,7 @@ def _replay(
 
     capacity = ring.steps * ring.num_envs
     state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes or P())  # pyright: ignore
-    return Replay(
+    return ReplayBuffer(
         init=init,
         insert=insert,
         sample=sample,
@@ -345,7 +345,7 @@ def _replay(
         batch_size=ring.batch_size,
         nbytes=bytes_on_devices(init, ring.shards, f"a buffer of capacity={capacity} steps", capacity),
         shards=ring.shards,
-        may_be_absent=may_be_absent,
+        may_be_absent=ring.may_be_absent,
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.replay.base import Indices, Replay, ReplayState, Sample
+from msrl_jax.replay.base import Indices, ReplayBuffer, ReplayState, Sample
 
 
-def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
+def mix(own: ReplayBuffer, data: ReplayBuffer, held: ReplayState) -> ReplayBuffer:
     """Makes a buffer that draws every batch from `own` and from `data`, `held`, whose rows have weight 1 and no valid index."""
 
     def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from msrl_jax.fragments import codecs
 from msrl_jax.fragments.codecs import Codec
 from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.replay.base import Indices, Transition, check_numbers
+from msrl_jax.replay.frames import Stacks, paired
 
 Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last matching name on a path wins."""
@@ -40,7 +41,10 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
         found = [name for name in storage if name in parts]
         chosen = storage[found[-1]] if found else None
         c = None if chosen is None else codecs.get(chosen)
-        if c and (c.changes or c.name.startswith("frame_stack") or not c.takes(x)):
+        if c and c.frames and x.ndim and x.shape[-1] % c.frames == 0:
+            used.append(c)
+            continue
+        if c and (c.changes or c.frames or not c.takes(x)):
             what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
             if c.name == np.dtype(x.dtype).name:
                 raise ValueError(f"{what}: {leaf} is already {c.name}; remove it")
@@ -70,6 +74,7 @@ class Ring:
     shards: int
     example: Any  # shapes and dtypes of an item
     codecs: tuple[Codec | None, ...]  # one per leaf
+    stacks: tuple[Stacks, ...]  # the leaves whose frames are kept once
     min_steps: int  # number of steps from which it is ready
 
     @property
@@ -91,8 +96,11 @@ class Ring:
     def empty(self) -> list[Any]:
         """All-zero leaves that hold the items. `[G, L, E/G, ...]`"""
         lead, leaves = (self.shards, self.steps, self.envs), zip(self.codecs, jax.tree.leaves(self.example), strict=True)
-        packed = [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
-        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
+        packed = [() if c and c.frames else jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
+        held = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
+        for stacks in self.stacks:
+            held[stacks.obs] = stacks.empty(lead, jax.tree.leaves(self.example)[stacks.obs])
+        return held
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
         """Overwrites the oldest steps with items `[T, E, ...]`; also returns the number lost in each shard, `[G]`."""
@@ -101,14 +109,19 @@ class Ring:
         def by_shard(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
-        packed: list[Any] = []
         lost = jnp.zeros((self.shards, self.unroll_length, self.envs), bool)
-        for c, x in zip(self.codecs, map(by_shard, jax.tree.leaves(items)), strict=True):
-            packed.append(_over(c.encode, 3)(x) if c else x)
+        row, leaves, new = added % self.steps, [by_shard(x) for x in jax.tree.leaves(items)], list(held)
+        for leaf, (c, x) in enumerate(zip(self.codecs, leaves, strict=True)):
+            if c and c.frames:
+                continue
+            packed = _over(c.encode, 3)(x) if c else x
+            new[leaf] = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, 1), held[leaf], packed)
             lost |= ~_over(c.holds, 3)(x) if c and c.holds else False
-        row = added % self.steps
-        held = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 1), held, packed)
-        return held, lost.sum((1, 2), dtype=jnp.int32)
+        for stacks in self.stacks:
+            insert = jax.vmap(stacks.insert, (0, None, 0, 0))
+            new[stacks.obs], gone = insert(held[stacks.obs], row, leaves[stacks.obs], leaves[stacks.next_obs])
+            lost |= gone
+        return new, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
         lead = self.unroll_length, self.num_envs
@@ -124,12 +137,14 @@ class Ring:
 
     def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
         """Reads a selection of the items `offset` `[..., b]` steps after `indices` `[b]` from a shard `[L, E/G, ...]`."""
-        rows = (indices.step + offset) % self.steps
-        envs = jnp.broadcast_to(indices.env, rows.shape)
+        rows, envs = self._rows(indices, offset)
         kinds, tree = jax.tree.flatten(self.example)
         part, shape = jax.tree.flatten(select(jax.tree.unflatten(tree, range(tree.num_leaves))))
 
         def read(leaf: int) -> jax.Array:
+            for stacks in self.stacks:
+                if leaf in (stacks.obs, stacks.next_obs):
+                    return stacks.read(held[stacks.obs], rows, envs, later=int(leaf == stacks.next_obs))
             packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
             if (codec := self.codecs[leaf]) is None:
                 return packed
@@ -137,6 +152,25 @@ class Ring:
             return _over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether some stored steps may be invalid."""
+        return bool(self.stacks) or getattr(self.example, "valid", None) is not None
+
+    def valid(self, held: list[Any], indices: Indices, offset: jax.Array) -> jax.Array:
+        """Whether the steps `offset` `[..., b]` after `indices` `[b]` of a shard are valid and whole."""
+        rows, envs = self._rows(indices, offset)
+        is_valid = jnp.ones(rows.shape, bool)
+        if getattr(self.example, "valid", None) is not None:
+            is_valid = self.take(held, indices, offset, lambda item: item.valid)
+        for stacks in self.stacks:
+            is_valid &= stacks.remains(held[stacks.obs], rows, envs)
+        return is_valid
+
+    def _rows(self, indices: Indices, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = (indices.step + offset) % self.steps
+        return rows, jnp.broadcast_to(indices.env, rows.shape)
 
 
 def make_ring(
@@ -201,4 +235,6 @@ def make_ring(
             f"environments, and the buffer holds {steps * num_envs}; use a number between these"
         )
     min_steps = serves if min_size is None else -(-min_size // num_envs)
-    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, used, min_steps)
+    frames, paths = [c.frames if c else 0 for c in used], [path for path, _ in jax.tree.leaves_with_path(example)]
+    stacks = paired(paths, frames, steps, unroll_length)
+    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, used, stacks, min_steps)

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import jax
 
-from msrl_jax import algorithms
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.cpu_lowering import lower
@@ -153,7 +151,7 @@ def calibrated_chunk(experiment: Experiment, program: Program) -> int:
 
 def measure(
     experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
-    devices: Sequence[Device] | None, note: Callable[[str], None],
+    devices: Sequence[Device] | None, note: Callable[[Any], object],
 ) -> Measurement:  # fmt: skip
     """Measures one setting; see `bench` for the other arguments."""
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
@@ -194,7 +192,7 @@ def measure(
 
 def bench(
     algo: Sequence[Any] = ("ppo",),
-    env: Sequence[str] = ("CartPole-v1",),
+    env: Sequence[Any] = (),
     policy: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (),
     unroll_length: Sequence[int] = (),
@@ -203,16 +201,14 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
-    env_params: GivenParams | None = None,
-    on_stage: Callable[[str], None] | None = None,
-    on_measurement: Callable[[Measurement], None] | None = None,
-    **overrides: Any,
+    note: Callable[[Any], object] = lambda line: None,
+    **asked: Any,
 ) -> list[Measurement]:
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
     Args:
-      algo: names of algorithms, or their configs.
-      env: names of environments, or environments.
+      algo: algorithms, each as in `train`, or experiments.
+      env: environments, each as in `train`; that of each experiment, or `"CartPole-v1"`, if empty.
       policy: distribution policies, or their names.
       num_envs: numbers of environments; each algorithm's default if empty.
       unroll_length: unroll lengths; each algorithm's default if empty.
@@ -220,10 +216,8 @@ def bench(
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
-      env_params: distributions of the environments' parameters, as in `train`.
-      on_stage: called with a line of text before a setting is compiled, and before it is timed.
-      on_measurement: called with each measurement as soon as it is done.
-      **overrides: other fields of the algorithms' configs.
+      note: called with a line of text before a setting is compiled, and before it is timed, and with each measurement.
+      **asked: arguments of `train` that determine what is computed, such as `seeds`; and other fields of the configs.
 
     Returns:
       One measurement per combination.
@@ -233,29 +227,28 @@ def bench(
     """
     if repeats < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
-    for name, values in {"algo": algo, "env": env, "policy": policy}.items():
+    for name, values in {"algo": algo, "policy": policy}.items():
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
-    for each in algo:
-        if algorithms.get(each).offline:
-            raise ValueError(
-                f"algorithm {each!r} steps no environment, so it has no environment steps per second; its runs report updates "
-                "per second (Result.steps_per_second)"
-            )
     given = {"num_envs": num_envs, "unroll_length": unroll_length}
     sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
-        (make_experiment(of, on, overrides=overrides | size, env_params=env_params), get_policy(under))
-        for of, on, under, size in itertools.product(algo, env, policy, sizes)
+        (make_experiment(of, on, **asked | size), get_policy(under))
+        for of, on, under, size in itertools.product(algo, env or (None,), policy, sizes)
     ]
+    for experiment, _ in grid:
+        if experiment.algorithm.offline:
+            raise ValueError(
+                f"algorithm {experiment.name!r} steps no environment, so it has no environment steps per second; its runs "
+                "report updates per second (Result.steps_per_second)"
+            )
     for experiment, place in grid:
         experiment.compile(place, devices)
-    note, measurements = on_stage or (lambda line: None), []
+    measurements = []
     for experiment, place in grid:
         measured = measure(experiment, place, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
         measurements.append(measured)
-        if on_measurement is not None:
-            on_measurement(measured)
+        note(measured)
     return measurements
 
 

@@ -29,14 +29,13 @@ _BACK = "[All results](index.md)"
 _SAME_LENGTH = 0.05  # relative difference at which the steps of published returns count as equal
 _MARK = "<!-- written by msrl-jax reproduce --pages, from the records of recipes -->"  # at the end of every file
 _HEAD = ("recipe", "environment", "steps", "training", "best agent", "published", "time")
-_ABOUT = """Returns are undiscounted. *Training* is the mean of the curve over its last tenth, with the exploration of training;
-*best agent* that of 256 greedy episodes of the agent with the best of about 20 evaluations during training. Both have the 95%
-interval of a bootstrap over the seeds ([Agarwal et al.](https://arxiv.org/abs/2108.13264)), which is narrow where seeds are
-few: it holds the true mean in about 75% of the cases with three, 80% with five, and 90% with ten. *Published* are returns of
+_ABOUT = """*Training* is the mean return over the last tenth of training, with exploration. *Best agent* is the mean of 256
+greedy episodes of the best of about 20 evaluated agents. Both are means over seeds with the 95% interval of a bootstrap
+([Agarwal et al.](https://arxiv.org/abs/2108.13264)). With few seeds the interval is too narrow: it contains the true mean in
+about 75% of cases with three seeds, 80% with five, and 90% with ten. Returns are undiscounted. *Published* are returns of
 others at equal steps, ± a standard deviation over their seeds, and higher ones at fewer steps; some pages do not state the
-steps, and some environments are those of Gym where ours are gymnax's. The time of published runs is on their hardware; ours is
-of all seeds together on the hardware next to it, where other work may have run. Curves are means over the seeds with the same
-intervals."""
+steps, and some use Gym's environments where ours are gymnax's. *Time* is that of all seeds together on the named hardware,
+where other work may have run."""
 
 
 class Files(NamedTuple):
@@ -94,7 +93,7 @@ class Row:
         """Compares our return with each higher published one, and says what may explain the difference."""
         higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
         return [
-            f"{score}; published: {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
+            f"{score} against {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
             f"{row.get('remark', '')}".rstrip()
             for row, score in higher
         ]
@@ -239,31 +238,30 @@ def index(found: Sequence[Row], *, alone: bool = False) -> str:
 
     Args:
       found: the recipes and their records.
-      alone: whether the pages of algorithms and suites are missing, as for `docs/results.md` of the repository; the recipes
-        then link to their files.
+      alone: whether the pages of algorithms and suites are missing, as for `benchmarks/records/README.md` of the repository;
+        the recipes then link to their files.
 
     Returns:
       The page as Markdown.
     """
     algorithms = [f"[{algo}]({own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
     others = [
-        "The site has the curves, and a page for each algorithm and each suite. Build it with",
-        "`python -m sphinx -W -b html docs build/site`, or write the pages alone with `msrl-jax reproduce --pages FOLDER`.",
+        "The site has curves, and a page for each algorithm and suite: `python -m sphinx -W -b html docs build/site`",
+        "builds it; `msrl-jax reproduce --pages FOLDER` writes these pages alone.",
     ]  # fmt: skip
     parts = [
-        "# Results", "",
-        "The scores of the recipes. A recipe holds the hyperparameters for one algorithm on one environment; the files are in",
-        "`msrl_jax/recipes`. Train one with `msrl-jax train --recipe ppo-cartpole`. Train all of its seeds with",
-        "`msrl-jax reproduce ppo-cartpole`, which reports whether the scores",
-        f"[agree]({'' if alone else '../'}recipes.md#reproducing) with the table.", "",
+        "# Results of the recipes", "",
+        "A recipe is a file of settings for an algorithm and an environment, in `msrl_jax/recipes`.",
+        "`msrl-jax train --recipe ppo-cartpole` trains one seed; `msrl-jax reproduce ppo-cartpole` trains all seeds and says",
+        f"whether the scores [agree]({'../../docs' if alone else '..'}/recipes.md#reproducing) with the table.", "",
         *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]), "", _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):
         curves = [] if alone else ["", f"[The curves side by side]({own[0].files.suite})"]
-        links = [f"../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
+        links = [f"../../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
         parts += ["", f"## {suite}", *curves, _table(row.cells(link) for row, link in zip(own, links, strict=True))]
     if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
-        parts += ["## Below published results", "", *below, ""]
+        parts += ["## Where others are better", "", *below, ""]
     return "\n".join(parts)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import fragment_plans
@@ -38,31 +37,29 @@ _MOST_EACH = 1e-6  # maximum tracing seconds per event; a third of that was meas
 
 @entry
 def profile(
-    algo: Any = "ppo",
-    env: Any = "CartPole-v1",
+    algo: Any = None,
+    env: Any = None,
     *,
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
-    env_params: GivenParams | None = None,
     iterations: int | None = None,
     repeats: int = 3,
     trust: bool = False,
-    on_stage: Callable[[str], None] | None = None,
-    **overrides: Any,
+    note: Callable[[str], object] = lambda line: None,
+    **asked: Any,
 ) -> Profile:
     """Profiles the training time by phase and by fragment (RL-Scope, arXiv 2102.04285).
 
     Args:
-      algo: name of an algorithm, or its config; or a run, a `Result`, trained for some iterations with its settings.
-      env: name of an environment, or an environment.
+      algo: an algorithm, as in `train`, or an `Experiment`; or a run, a `Result`, trained for some iterations as before.
+      env: an environment, as in `train`.
       policy: distribution policy, or its name; as in `train` if None.
       devices: the devices for the policy; all if None.
-      env_params: distributions of the environment's parameters, as in `train`.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements; each is a run with a trace and one without.
       trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
-      on_stage: called with a line of text before programs are compiled, and before they are measured.
-      **overrides: other fields of the algorithm's config.
+      note: called with a line of text before programs are compiled, and before they are measured.
+      **asked: arguments of `train` that determine what is computed, such as `seeds`; and fields of the algorithm's config.
 
     Returns:
       The profile.
@@ -72,14 +69,13 @@ def profile(
       RuntimeError: if another trace of `jax.profiler` is active.
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
-    note = on_stage or (lambda line: None)
     if isinstance(algo, Result):
-        if overrides or policy is not None or env_params is not None:
+        if asked or policy is not None:
             raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
         experiment = algo.experiment
         chosen, devices = place_of(algo, devices, trust=trust)
     else:
-        experiment = make_experiment(algo, env, overrides=overrides, env_params=env_params)
+        experiment = make_experiment(algo, env, **asked)
         chosen = policies.get(policy or experiment.usual_policy)
     program = experiment.compile(chosen, devices)
     where = describe_devices(program.devices)
@@ -87,7 +83,7 @@ def profile(
     note(f"compiling {title}, {spec(chosen)} ...")
     state = experiment.start(program)
     name = f"{spec(chosen)} on {where['count']} {where['platform']} device{'s' * (where['count'] > 1)}"
-    return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, on_stage=note)
+    return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, note=note)
 
 
 @entry
@@ -99,8 +95,7 @@ def profile_program(
     policy: str | None = None,
     iterations: int | None = None,
     repeats: int = 3,
-    trust: bool = False,
-    on_stage: Callable[[str], None] | None = None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> Profile:
     """Profiles a compiled loop as `profile` does; use it for a custom loop from `msrl_jax.compile`.
 
@@ -111,8 +106,7 @@ def profile_program(
       policy: a description of the policy and the devices; that of the program if None.
       iterations: iterations of each measurement; about two seconds, or 100,000 events, if None.
       repeats: number of calibration measurements, and of measurements.
-      trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
-      on_stage: called with a line of text before the program is measured.
+      note: called with a line of text before the program is measured.
 
     Returns:
       The profile.
@@ -129,7 +123,7 @@ def profile_program(
         first = runner.traced(1)
         fitting = min(_EVENTS / max(first.number, 1), _SECONDS / max(seconds, 1e-9))
         count = iterations or max(1, min(_ITERATIONS, int(fitting)))
-        (on_stage or (lambda line: None))(f"measuring {4 * repeats} times {count} iterations ...")
+        note(f"measuring {4 * repeats} times {count} iterations ...")
         pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
     # Use medians, because other load on the machine makes single runs longer.
     calibration, measured = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
-from msrl_jax.envs.host_simulators import processors
 from msrl_jax.envs.suites.catalog import packages_of
+from msrl_jax.envs.workers import processors
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.fragments.support.naming import check_trust

@@ -28,7 +28,7 @@ from msrl_jax.run.disk.store import check_saved
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.callbacks import Progress
 from msrl_jax.run.loop.hooks import seconds as read_seconds
-from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.recipes import Recipe, Record, RecordError
 from msrl_jax.run.result import Result
 from msrl_jax.run.training import train
@@ -59,7 +59,7 @@ def _experiment(found: Recipe) -> Experiment:
     try:
         if "policy" in found.values:
             policies.get(found.values["policy"])
-        return experiment_of(**own, overrides={key: _value(value) for key, value in found.fields.items()})
+        return make_experiment(**own, **{key: _value(value) for key, value in found.fields.items()})
     except (TypeError, ValueError) as error:
         raise type(error)(f"the recipe {found.path}: {error}") from None
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax import policies
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.plan.topologies import plan_devices
@@ -45,31 +44,29 @@ class Scaled:
 
 
 def plans(
-    algo: str,
-    env: str,
-    policy: str | None,
-    devices: Sequence[str],
+    algo: Any = None,
+    env: str | None = None,
+    policy: str | None = None,
+    devices: Sequence[str] = (),
     envs_per_device: int | None = None,
-    *,
-    seeds: int = 1,
-    env_params: GivenParams | None = None,
-    **overrides: Any,
+    **asked: Any,
 ) -> list[Scaled]:
-    """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing.
+    """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing. `asked` are
+    arguments of `train` that determine what is computed, and fields of the config.
 
     If the policy is None, it is that of `train`; in its text, `{n}` and `{half}` stand for the number of devices and half of
     it. Raises ValueError if a name is unknown or devices do not fit the policy, ImportError if a compiler is missing.
     """
     if envs_per_device is not None:
         whole("envs_per_device", envs_per_device)
-        if "num_envs" in overrides:
+        if "num_envs" in asked:
             raise ValueError("num_envs and envs_per_device both choose the number of environments; leave one out")
     found = []
     for name, there in [(name, plan_devices(name)) for name in devices]:  # check all names before the first plan
         count = len(there)
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
         with planning_for(there):
-            experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
+            experiment = make_experiment(algo, env, **asked | sized)
             text = experiment.usual_policy if policy is None else policy
             placed = policies.get(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
             program = experiment.compile(placed, there)

@@ -13,7 +13,7 @@ def gae(
     next_value: jax.Array,
     terminated: jax.Array,
     truncated: jax.Array,
-    present: jax.Array | None = None,
+    valid: jax.Array | None = None,
     *,
     discount: float,
     gae_lambda: float,
@@ -30,7 +30,7 @@ def gae(
         first one of the next episode; any finite number where `terminated`. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short, as by a time limit. `[T, ...]` bool
-      present: mask of valid steps; all if None. The advantage of an invalid step is 0, and the step before it bootstraps from
+      valid: mask of valid steps; all if None. The advantage of an invalid step is 0, and the step before it bootstraps from
         `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       gae_lambda: 0 gives one-step advantages, 1 gives discounted returns minus values.
@@ -40,8 +40,8 @@ def gae(
     """
     chex.assert_equal_shape([reward, value, next_value, terminated, truncated])
     delta, ends = errors(reward, value, next_value, terminated, discount), terminated | truncated
-    if present is not None:
-        delta, ends = jnp.where(present, delta, 0.0), ends | ~present
+    if valid is not None:
+        delta, ends = jnp.where(valid, delta, 0.0), ends | ~valid
     return backward_sums(delta, jnp.where(ends, 0.0, discount * gae_lambda))
 
 

@@ -26,8 +26,10 @@ from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.minibatches import shuffle
 from msrl_jax.loops.trajectory import Trajectory
-from msrl_jax.losses.policy_gradient import value_loss
-from msrl_jax.networks.layers import dense, flatten, make_torso, unflatten
+from msrl_jax.losses.values import value_loss
+from msrl_jax.networks.layers import dense
+from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.returns.advantages import gae, mean
 
 DISCOUNT, LAMBDA = 0.99, 0.95
@@ -135,8 +137,8 @@ def random_network_distillation(
         stream = jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), t.obs, last_obs)
         x = standardized(observations, flatten(stream))
         reward = unflatten(error(rnd.target, rnd.params, x), config.unroll_length + 1)[1:]
-        if t.present is not None:
-            reward = jnp.where(t.present, reward, 0.0)
+        if t.valid is not None:
+            reward = jnp.where(t.valid, reward, 0.0)
 
         def add(total, reward):
             total = DISCOUNT * total + reward
@@ -147,22 +149,22 @@ def random_network_distillation(
         reward /= jnp.sqrt(returns.var + 1e-8)
         value = unflatten(networks["value"].apply(rnd.params["value"], x)[..., 0], config.unroll_length + 1)
         never = jnp.zeros_like(t.terminated)
-        advantage = gae(reward, value[:-1], value[1:], never, never, t.present, discount=DISCOUNT, gae_lambda=LAMBDA)
+        advantage = gae(reward, value[:-1], value[1:], never, never, t.valid, discount=DISCOUNT, gae_lambda=LAMBDA)
         rnd = rnd._replace(observations=observations, returns=returns, discounted_return=discounted_return)
-        return rnd, advantage, value[:-1] + advantage, mean(reward, t.present)
+        return rnd, advantage, value[:-1] + advantage, mean(reward, t.valid)
 
     @fragment(role="learner")
     def distill(params, batch, rnd, chosen):
         times, key = chosen
-        obs, present, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
+        obs, valid, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
         x, taught = standardized(rnd.observations, obs), jax.random.bernoulli(key, share, goal.shape)
-        if present is not None:
-            taught &= present
+        if valid is not None:
+            taught &= valid
 
         def loss(params):
             value = networks["value"].apply(params["value"], x)[..., 0]
             distilled = mean(error(rnd.target, params, x), taught)
-            return distilled + mean(value_loss(value, goal), present), {"rnd_loss": distilled}
+            return distilled + mean(value_loss(value, goal), valid), {"rnd_loss": distilled}
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -178,7 +180,7 @@ def random_network_distillation(
         key, times = shuffle(jax.random.fold_in(rnd.key, progress.iteration.low), plan)
         rate = learning_rate_at(config, progress)  # an adaptive rate keeps its initial value
         minibatches = times, jax.random.split(key, len(times))
-        batch = t.obs, t.present, goal
+        batch = t.obs, t.valid, goal
 
         def update(learned, chosen):
             grads, metrics = distill(learned[0], batch, rnd, chosen)

@@ -18,7 +18,11 @@ from msrl_jax.run.loop.callbacks import WandB as WandB
 from msrl_jax.run.loop.guard import DivergedError as DivergedError
 from msrl_jax.run.loop.loop import Run as Run
 from msrl_jax.run.loop.loop import StopReason as StopReason
+from msrl_jax.run.outputs.export import export as export
+from msrl_jax.run.outputs.figures import plot as plot
+from msrl_jax.run.outputs.figures import plot_lineage as plot_lineage
 from msrl_jax.run.outputs.video import Filming as Filming
 from msrl_jax.run.outputs.video import Video as Video
+from msrl_jax.run.outputs.video import video as video
 from msrl_jax.run.result import Result as Result
 from msrl_jax.run.training import train as train

@@ -18,7 +18,7 @@ def memory_of(
     as if XLA fused none of them.
     """
     program = experiment.compile(policy, devices)
-    held = program.state_bytes
+    held = program.state.nbytes
     parts = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
     within = temporary_bytes(program.traced.jaxpr.jaxpr) // parts
     found = []

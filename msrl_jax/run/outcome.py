@@ -15,7 +15,7 @@ from msrl_jax.run.evaluation.evaluate import Evaluation
 from msrl_jax.run.evaluation.history import last_mean
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, each_member
 from msrl_jax.run.loop.loop import Status
-from msrl_jax.run.outputs.summary import card, describe, summarize
+from msrl_jax.run.summary import card, describe, summarize
 
 if TYPE_CHECKING:
     import pandas
@@ -96,7 +96,7 @@ class Outcome:
     @property
     def steps_per_second(self) -> float:
         """Environment steps per second of all members: the median over all chunks except the first, if there are several."""
-        rates = self.history.get("steps_per_second", ())
+        rates = self.history["steps_per_second"]
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     def final(self, name: str) -> np.ndarray:
@@ -122,7 +122,7 @@ class Outcome:
         except ImportError as error:
             raise ImportError("to_pandas needs the package 'pandas'; install it with: pip install pandas") from error
         about = pandas.DataFrame(self.settings)[["seed"] if self.description["pbt"] else [*self.settings[0]]]
-        members, chunks = np.arange(self.members), len(self.history.get("step", ()))
+        members, chunks = np.arange(self.members), len(self.history["step"])
         table = about.iloc[np.tile(members, chunks)].reset_index(drop=True)
         table.insert(0, "member", np.tile(members, chunks))
         rows = {name: x.reshape(-1) if x.ndim > 1 else np.repeat(x, self.members) for name, x in self.history.items()}

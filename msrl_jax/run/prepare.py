@@ -11,45 +11,52 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
-from msrl_jax.configs.fields import all_fields, tunable_fields, value_of
+from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
 from msrl_jax.registry import code_names
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
-from msrl_jax.run.experiment.pbt import GivenPBT, read
+from msrl_jax.run.experiment.pbt import read
 from msrl_jax.run.experiment.plain_data import RunFolderError, difference
 from msrl_jax.run.experiment.spec import Experiment, Settings, check_settings
 
-
-def make_experiment(*given: Any, **arguments: Any) -> Experiment:
-    """Makes the experiment for arguments of `train`, as `experiment_of` does, and builds its agent."""
-    experiment = experiment_of(*given, **arguments)
-    _ = experiment.behavior if experiment.pbt is None else experiment.agent
-    return experiment
+ARGUMENTS = tuple(
+    f.name for f in dataclasses.fields(Experiment) if f.name not in ("algorithm", "env", "settings", "recorded_steps")
+)
+"""The arguments of `train` that an experiment has, besides the algorithm, its fields and the environment."""
 
 
-def experiment_of(
-    algo: Any = "ppo", env: str | Environment = "CartPole-v1", *, seed: Any = 0, seeds: Any = 1, pbt: GivenPBT | None = None,
-    overrides: Mapping[str, Any] | None = None, **others: Any,
-) -> Experiment:  # fmt: skip
-    """Makes the experiment for arguments of `train`, without making its environment and data; `overrides` are config fields."""
-    pbt, seeds = None if pbt is None else read(pbt), whole("seeds", seeds)
-    base, overrides = algorithms.make(algo, {}), dict(overrides or {})
-    if pbt is not None:
+def make_experiment(algo: Any = None, env: str | Environment | None = None, **asked: Any) -> Experiment:
+    """Makes an experiment from arguments of `train`: `ARGUMENTS`, and fields of the config; does not make its environment and
+    data. Returns an `Experiment` as it is."""
+    if isinstance(algo, Experiment):
+        for name, value in {**({} if env is None else {"env": env}), **asked}.items():
+            fact = f"{name}={shown(value)}: an Experiment already holds it"
+            raise ValueError(f"{fact}; change the Experiment, or leave {name} out")
+        return algo
+    own, overrides = split(asked)
+    own |= {} if env is None else {"env": env}
+    base, seeds = algorithms.make("ppo" if algo is None else algo, {}), whole("seeds", own.get("seeds", 1))
+    if own.get("pbt") is not None:
+        own["pbt"] = pbt = read(own["pbt"])
         if seeds > 1:
             raise ValueError(
                 f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"
             )
         pbt.check(base, overrides)
-        overrides = pbt.initial(check_seed(seed, pbt.members)) | overrides
-    overrides, settings = _split(base, overrides, seeds)
-    return Experiment(
-        algorithm=algorithms.make(base, overrides), env=env, seed=seed, seeds=seeds, settings=settings, pbt=pbt, **others
-    )
+        overrides = pbt.initial(check_seed(own.get("seed", 0), pbt.members)) | overrides
+    overrides, settings = _separate_settings(base, overrides, seeds)
+    return Experiment(algorithm=algorithms.make(base, overrides), settings=settings, **own)
 
 
-def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
+def split(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the `ARGUMENTS` among the given ones, and the fields of the config."""
+    own = {name: x for name, x in asked.items() if name in ARGUMENTS}
+    return own, {name: x for name, x in asked.items() if name not in ARGUMENTS}
+
+
+def _separate_settings(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
     """Separates the fields with several values from the others; the config gets the values of the first setting."""
     kind, fields = type(base), all_fields(type(base))
     overrides = {name: _plain(x) for name, x in overrides.items()}
@@ -110,19 +117,24 @@ def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
 
 
 def as_asked(
-    given: dict[str, Any], overrides: dict[str, Any], saved: store.Saved | None, chunk: int | None, *, trust: bool
+    algo: Any,
+    env: str | Environment | None,
+    asked: dict[str, Any],
+    saved: store.Saved | None,
+    chunk: int | None,
+    *,
+    trust: bool,
 ) -> Experiment:
     """Returns the experiment that the arguments and the folder specify."""
-    if isinstance(given["algo"], Experiment):
-        experiment = given["algo"]
-        for name, value in (given | overrides).items():
-            if value is not None and name != "algo":
-                fact = f"{name}={shown(value)}: an Experiment already holds it"
-                raise ValueError(f"{fact}; change the Experiment, or leave {name} out")
-    elif saved is None:
-        experiment = make_experiment(**{name: x for name, x in given.items() if x is not None}, overrides=overrides)
+    if saved is None or isinstance(algo, Experiment):
+        experiment = make_experiment(algo, env, **asked)
     else:
-        experiment = _resumed(saved, given, overrides, trust)
+        experiment = _resumed(saved, algo, env, asked, trust)
+    if saved is not None and (new := experiment.to_json()["config"].keys() - saved.description["config"].keys()):
+        raise RunFolderError(
+            f"the run in {saved.path} has no {min(new)}, which is a field of {experiment.name} now; go on with the code that "
+            "the run began with, or start a new run in another folder"
+        )
     if saved is not None and (differs := difference(saved.description, experiment.to_json())):
         raise _differs(saved, *differs)
     every = experiment.pbt.every if experiment.pbt else 0
@@ -141,30 +153,30 @@ def as_asked(
     return experiment
 
 
-def _resumed(saved: store.Saved, given: Mapping[str, Any], overrides: Mapping[str, Any], trust: bool) -> Experiment:
+def _resumed(
+    saved: store.Saved, algo: Any, env: str | Environment | None, asked: Mapping[str, Any], trust: bool
+) -> Experiment:
     """Returns the experiment of a resumed run: its length and its guard may change, but nothing else that it computes."""
     was, where = saved.description, f"the run in {saved.path}"
-    algo, env = given["algo"], given["env"]
+    own, overrides = split(asked)
     named = algorithms.get(algo) if isinstance(algo, str | type) else None
-    asked = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | dict(overrides)
-    dataset = _find_dataset(saved, asked.get("data"))
+    given = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | overrides
+    dataset = _find_dataset(saved, given.get("data"))
     nameless = {name for name, held in was["config"].items() if isinstance(held, Mapping)}
-    objects = {name: asked[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in asked}
-    again = {"env": env, "env_params": given["env_params"], "data": dataset} | objects
+    objects = {name: given[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in given}
+    again = {"env": env, "env_params": own.get("env_params"), "data": dataset} | objects
     before = Experiment.from_json(was, **again, where=where, trust=trust)
     known = {name: value_of(before.algorithm, name) for name in overrides.keys() & all_fields(before.algorithm)}
     known |= before.settings
     overrides = {name: known[name] if _is_rounded(x, known.get(name)) else x for name, x in overrides.items()}
     settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
     is_same = named is type(before.algorithm)
-    chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
-    own = ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "rank_by", "guard")
-    defaults = {name: getattr(before, name) for name in own}
+    own = {name: getattr(before, name) for name in ARGUMENTS} | own
     algo = before.algorithm if algo is None or is_same else algo
     kind = named if isinstance(algo, str | type) else type(algo)
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
-    return make_experiment(algo, **(defaults | chosen), overrides=settings)
+    return make_experiment(algo, before.env if env is None else env, **own, **settings)
 
 
 def _is_rounded(given: Any, saved: Any) -> bool:

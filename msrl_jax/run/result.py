@@ -1,11 +1,11 @@
-"""`Result`: the history and state of a run, with methods to act, evaluate, plot, save and load."""
+"""`Result`: the history and state of a run, with methods to act, evaluate, save and load."""
 
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.fragments.support.checks import as_path, check_seed, shown
+from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
@@ -26,12 +26,6 @@ from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.outcome import Outcome
-from msrl_jax.run.outputs import export
-from msrl_jax.run.outputs.summary import plot_history, plot_lineage, saved
-from msrl_jax.run.outputs.video import Video, check_file, film
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def _is_number(x: Any) -> bool:
@@ -54,7 +48,8 @@ class Result(Outcome):
       run_state: the whole state at the end: `state`, wrapped in the states that the run adds, such as its count of iterations.
         A program continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was
-        non-finite; "unfinished" for the folder of a run that is in progress or was killed.
+        non-finite; "unfinished" for the folder of a run that is in progress or was killed; "earlier checkpoint" if the result
+        was loaded at a checkpoint that is not the newest one.
       compile_seconds: time for tracing and compiling the training program and the initial state.
       wall_seconds: total time of the run, excluding saving.
       evaluation: the last evaluation, if there was one.
@@ -149,10 +144,10 @@ class Result(Outcome):
         Raises:
           ValueError: if the run has no such member.
         """
-        return innermost(self._of_member(member))
+        return innermost(self.acting_state(member))
 
-    def _of_member(self, member: int | None) -> Any:
-        """Returns the state of a member, in the form that `behavior` takes."""
+    def acting_state(self, member: int | None = None) -> Any:
+        """Returns the state of one member in the form that `behavior` takes: `member_state`, wrapped as in `run_state`."""
         number, state = self.member(member), acting_part(self.run_state)
         if not self.has_members:
             return state
@@ -307,123 +302,11 @@ class Result(Outcome):
         Raises:
           ValueError: if a number is out of range, or the run has no such member.
         """
-        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
-        evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
+        evaluator = make_evaluator(self.behavior.elsewhere(env_params), episodes, max_steps=max_steps)
         try:
-            return evaluator(self._of_member(member), key_for("play", jax.random.key(check_seed(seed))))
+            return evaluator(self.acting_state(member), key_for("play", jax.random.key(check_seed(seed))))
         finally:
             close_simulators(evaluator.env)
-
-    @entry
-    def video(
-        self,
-        path: str | os.PathLike | None = None,
-        *,
-        episodes: int = 1,
-        seed: int = 0,
-        member: int | None = None,
-        max_steps: int = 1000,
-        fps: float | None = None,
-        env_params: GivenParams | None = None,
-    ) -> Video:
-        """Plays greedy episodes and renders them: states are recorded on the device and rendered afterwards.
-
-        A custom environment is rendered by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without this
-        method, the video shows the images that the agent observes.
-
-        Args:
-          path: a file that ends in `.gif`, `.mp4` or `.html`; None writes no file.
-          episodes: number of episodes, one after another.
-          seed: seed for the randomness of the environments.
-          member: index of the member that plays; None selects the best one.
-          max_steps: steps after which an episode is cut off.
-          fps: frames per second; None uses the rate of the environment.
-          env_params: as in `evaluate`.
-
-        Returns:
-          The video; a notebook displays it as the value of a cell.
-
-        Raises:
-          ValueError: if a number is out of range, the environment cannot be rendered, or the file cannot be written.
-        """
-        file = None if path is None else as_path("path", path)
-        if file is not None:
-            check_file(file)
-        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
-        title = f"{self.experiment.name} on {self.experiment.env_name}"
-        made = film(behavior, self._of_member(member), episodes, check_seed(seed), max_steps, fps, title)
-        if file is not None:
-            made.save(file)
-        return made
-
-    @entry
-    def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
-        """Plots columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
-
-        For up to ten settings of the config, each setting has one line, over its seeds.
-
-        Args:
-          path: file for the figure, in the format of its suffix; None writes no file.
-          metrics: names of the columns; panels of an `episode_return` also show the evaluations and the returns of the teams.
-
-        Returns:
-          The figure; a notebook displays it as the value of a cell.
-
-        Raises:
-          ValueError: if the history does not have a column.
-        """
-        return saved(plot_history(self, metrics), path)
-
-    @entry
-    def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
-        """Plots the hyperparameters of a trained population against steps, and which member copied which.
-
-        Args:
-          path: as in `plot`.
-
-        Returns:
-          The figure, as in `plot`.
-
-        Raises:
-          ValueError: if the members of the run are independent, or the run has no chunk yet.
-        """
-        if self.experiment.pbt is None or not len(self.history.get("step", ())):
-            raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
-        return saved(plot_lineage(self), path)
-
-    @entry
-    def export(
-        self, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
-    ) -> Path:
-        """Exports the policy to one file that acts without this package and does all that `act` does: normalization, action
-        masks, scaling, recurrent carry.
-
-        The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` for an
-        observation of several arrays; `action_mask`) to `action`. A recurrent agent also takes its carry as `memory_0`, ...,
-        which are zeros at the start of an episode, and returns the carry for the next step. The file also describes its run,
-        inputs and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
-
-        Args:
-          path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
-            `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX during the export.
-          sample: whether to sample actions, with the data of a key, uint32 `[2]`, as the input `key`; otherwise the policy
-            takes the most probable actions. Only for `.jaxexport`.
-          member: index of the member; None selects the best one.
-          batch: number of observations per call; None allows any number, which a custom network may not support.
-
-        Returns:
-          The path of the file.
-
-        Raises:
-          ValueError: if the suffix is unknown, the folder or member does not exist, or the format cannot express the policy.
-        """
-        number = self.member(member)
-        about = {key: self.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
-        steps = int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0
-        about |= {"run": self.folder, "member": number, **self.settings[number], "steps": steps, "sample": sample}
-        with export.one_at_a_time:
-            policy = export.policy_of(self.behavior, self._of_member(number), sample)
-            return export.write(policy, as_path("path", path), about, batch)
 
     @entry
     def save(self, path: str | os.PathLike) -> Path:

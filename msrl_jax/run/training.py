@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -161,9 +161,10 @@ def train(
     execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
-        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
-        "pbt": pbt, "rank_by": rank_by, "guard": guard,
+        "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt, "rank_by": rank_by,
+        "guard": guard,
     }  # fmt: skip
+    asked = {name: x for name, x in given.items() if x is not None} | overrides
     watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
     # Absolute, because a callback may change the working directory.
@@ -176,7 +177,7 @@ def train(
             saved = stack.enter_context(opened(path, goes_on))
             kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
-            experiment = as_asked(given, overrides, saved, watching["chunk"], trust=trust)
+            experiment = as_asked(algo, env, asked, saved, watching["chunk"], trust=trust)
             _check_names(experiment.algorithm)
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
@@ -196,17 +197,10 @@ def train(
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(close_simulators, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
-        if progress is not False and processes.is_first():
-            tuned = recipes.of_pair(experiment.name, experiment.env_name) if saved is None and not overrides else None
-            if tuned is not None and isinstance(algo, str | None) and tuned.fields:
-                print(f"using defaults; the recipe {tuned.name} has hyperparameters for this environment", file=sys.stderr)
-            if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
-                for note in unseen_images(experiment.environment):
-                    print(note, file=sys.stderr)
-            if agent.learning_starts:
-                print(replay_ratio(agent, experiment.algorithm), file=sys.stderr)
-            if policy is None and simulated:
-                print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
+        if processes.is_first():
+            has_defaults = saved is None and not overrides and isinstance(algo, str | None)
+            for note in _notes(experiment, where if policy is None and simulated else None, has_defaults):
+                say(note)
         total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
         show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit, experiment.members))
         evaluating = None
@@ -223,27 +217,16 @@ def train(
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         to = recording and str(recording.writer.path)
         deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
-        asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
+        every_steps = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
         if experiment.pbt is not None:
-            asked.append(experiment.pbt.every * experiment.steps_per_iteration)
-        boundaries = tuple(int(steps) for steps in asked if steps is not None)
+            every_steps.append(experiment.pbt.every * experiment.steps_per_iteration)
+        boundaries = tuple(int(steps) for steps in every_steps if steps is not None)
         run = Run(
             experiment, where, devices, path, deployment, program, None,
             ChunkScheduler(most, fixed=watching["chunk"] is not None), boundaries, started,
         )  # fmt: skip
         _begin(run, saved)
-        try:
-            loop(run, hooks)
-        except (Exception, SystemExit) as error:  # such as an error of a callback: keep what was done so far
-            run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
-            lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
-            for problem in lost:
-                text = f"the run ended with an error, and could not be saved: {problem}"
-                warnings.warn(text, folder.SaveWarning, stacklevel=2)
-            raise
-        errors = finish(run, hooks)
-        if errors and processes.is_loss(errors[-1]):
-            raise errors[-1]
+        errors = _loop(run, hooks, rows, saver)
         result = _result(run)
         if path is not None and processes.is_first():
             assert saver is not None
@@ -258,6 +241,37 @@ def train(
         vars(errors[0])["result"] = result
         raise errors[0]
     return result
+
+
+def _notes(experiment: Experiment, simulating: DistributionPolicy | None, has_defaults: bool) -> Iterator[str]:
+    """Yields what to know about a new run; `simulating` is the policy that was chosen because the host simulates."""
+    agent = experiment.behavior.agent
+    tuned = recipes.of_pair(experiment.name, experiment.env_name) if has_defaults else None
+    if tuned is not None and tuned.fields:
+        yield f"using defaults; the recipe {tuned.name} has hyperparameters for this environment"
+    if isinstance(getattr(experiment.algorithm, "network", "auto"), str):
+        yield from unseen_images(experiment.environment)
+    if agent.learning_starts:
+        yield replay_ratio(agent, experiment.algorithm)
+    if simulating is not None:
+        yield f"policy {policy_text(simulating)}: the host simulates {experiment.env_name}"
+
+
+def _loop(run: Run, hooks: list[Any], rows: Rows, saver: Checkpoints | None) -> list[Exception]:
+    """Runs the loop and ends the hooks; returns the errors of their ends, and saves what was done before an error elsewhere."""
+    try:
+        loop(run, hooks)
+    except (Exception, SystemExit) as error:  # such as an error of a callback
+        run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
+        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
+        for problem in lost:
+            text = f"the run ended with an error, and could not be saved: {problem}"
+            warnings.warn(text, folder.SaveWarning, stacklevel=3)
+        raise
+    errors = finish(run, hooks)
+    if errors and processes.is_loss(errors[-1]):
+        raise errors[-1]
+    return errors
 
 
 def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
@@ -295,7 +309,7 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
 def _result(run: Run) -> Result:
     times = run.times
     return Result(
-        experiment=run.experiment, description=run.description, history=stack_rows(run.rows),
+        experiment=run.experiment, description=run.description, history=stack_rows(run.rows, run.description),
         run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
         stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
         timings=run.seconds, evaluation=run.evaluation, folder=run.path,

@@ -13,7 +13,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax.agents.schedules import is_adaptive, is_ramp
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.checks import is_several, suggestion, whole
@@ -280,33 +280,29 @@ def _suggested(ask: Any, axis: Axis) -> Any:
     return (ask.suggest_int if axis.is_whole else ask.suggest_float)(axis.field, *numbers, log=axis.is_log)
 
 
-def rung_steps(
-    total_steps: int, factor: int | None, rungs: int | None, min_steps: int | None, trials: int, least: int
-) -> list[int]:
+def rung_steps(total_steps: int, factor: int | None, min_steps: int | None, trials: int, least: int) -> list[int]:
     """Returns the steps after which trials are compared, the total last (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
     `least` is the number of steps of one iteration, or until the first update.
     """
     if factor is None:
-        if without := [f"{name}={x}" for name, x in (("rungs", rungs), ("min_steps", min_steps)) if x is not None]:
-            raise ValueError(f"{without[0]} has no effect without halving=; give the factor, such as halving=3")
+        if min_steps is not None:
+            raise ValueError(f"min_steps={min_steps} has no effect without halving=; give the factor, such as halving=3")
         return [total_steps]
     factor = whole("halving", factor, least=2)
-    if rungs is not None and min_steps is not None:
-        raise ValueError(f"rungs={rungs} and min_steps={min_steps} both choose the first rung; leave one out")
-    if min_steps is not None:
-        found, given = [whole("min_steps", min_steps)], f"min_steps={min_steps}"
+    if min_steps is None:
+        count = 1
+        while factor**count <= trials and total_steps // factor**count >= least:
+            count += 1
+        found = [total_steps // factor**i for i in reversed(range(count))]
+    else:
+        found = [whole("min_steps", min_steps)]
         while found[-1] * factor < total_steps:
             found.append(found[-1] * factor)
         found.append(total_steps)
-    else:
-        count = 1 if rungs is None else whole("rungs", rungs, least=2)
-        while rungs is None and factor**count <= trials and total_steps // factor**count >= least:
-            count += 1
-        found, given = [total_steps // factor**i for i in reversed(range(count))], f"halving={factor} with rungs={count}"
     if found[0] < least or found[0] >= total_steps:
         raise ValueError(
-            f"{given}: the first rung has {found[0]} of total_steps={total_steps}; it needs at least the {least} steps of one "
-            "iteration and up to the first update, and fewer than all"
+            f"halving={factor}: the first comparison is after {found[0]} of total_steps={total_steps}; it needs at least the "
+            f"{least} steps of one iteration and up to the first update, and fewer than all"
         )
     return found

@@ -9,27 +9,27 @@ Runs have their folders from the start; the table is written at the end.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msrl_jax import algorithms, policies
-from msrl_jax.configs.fields import is_object
+from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support import compiling
-from msrl_jax.fragments.support.checks import as_path, check_seed, whole
+from msrl_jax.fragments.support.checks import as_path, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
-from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Progress, choose_display
+from msrl_jax.run.prepare import make_experiment, split
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
 from msrl_jax.search.sweep_result import SweepResult, write_table
@@ -39,29 +39,23 @@ from msrl_jax.search.trial_scheduler import SWEEP, Course
 @entry
 @processes.in_words()
 def sweep(
-    algo: Any = "ppo",
-    env: str | Environment = "CartPole-v1",
+    algo: Any = None,
+    env: str | Environment | None = None,
     *,
     num: int | None = None,
     method: Method = "random",
     policy: str | DistributionPolicy | None = None,
-    total_steps: int = 500_000,
-    seed: int = 0,
-    seeds: int = 1,
     devices: Sequence[Device] | None = None,
     out: str | os.PathLike | None = None,
     resume: bool = False,
     halving: int | None = None,
-    rungs: int | None = None,
     min_steps: int | None = None,
     members_at_once: int | None = None,
     eval_episodes: int = 32,
-    rank_by: str = "return",
     checkpoint_every: int | str | None = None,
     time_limit: float | str | None = None,
-    env_params: GivenParams | None = None,
     progress: Progress = "auto",
-    **fields: Any,
+    **asked: Any,
 ) -> SweepResult:
     """Trains many settings of an algorithm, and ranks them by their returns or by a metric of the environment.
 
@@ -70,34 +64,30 @@ def sweep(
     member with non-finite values does not affect the others; its return is nan.
 
     Args:
-      algo: name of an algorithm, such as `"ppo"`; or a config, such as `PPO(num_envs=8)`, or its class.
+      algo: an algorithm, as in `train`; or an `Experiment`, whose config and seeds the trials have.
       env: an environment, or the name of one, as in `train`.
       num: number of trials; for a grid, the number of points of each field with a distribution, bounds included.
       method: "random"; "sobol", which fills the space more evenly; "grid", all combinations; or "optuna", which
         repeatedly gets a few trials from an Optuna study (with its TPE sampler).
       policy: a distribution policy, or the name of one, as in `train`.
-      total_steps: environment steps of every member, rounded down to whole iterations.
-      seed: the seed for choosing trials, and the first seed of each trial.
-      seeds: members of each trial, with the seeds `seed`, `seed + 1`, ...
       devices: the devices to use; all if None.
       out: folder of the sweep; None writes nothing and keeps the results of all runs in memory.
       resume: resume the sweep in `out`, or start it if there is none. The table is the same as without an interruption. Policy
         and devices may differ.
       halving: with a factor such as 3, all trials train for a few steps, the best third for three times that number, and so on
         (successive halving); None trains all trials to the end.
-      rungs: the number of comparisons, the last one included; by default the number that leaves one trial.
-      min_steps: the steps until the first comparison, instead of `rungs`.
+      min_steps: the steps until the first comparison; by default so few that the last comparison leaves one trial.
       members_at_once: number of members to train together; None takes the estimated number that fits in memory. With "optuna",
         the default is the members of an eighth of the trials.
       eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 uses the training return.
-      rank_by: "return", or the name of a metric of the environment; higher is better.
       checkpoint_every: steps or time between checkpoints of a run, as in `train`.
       time_limit: time after which the sweep is saved and ends, as in `train`.
-      env_params: distributions of the environment's parameters, as in `train`.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
-      **fields: fields of the algorithm's config. For a swept field, give a list of values, `envs.uniform(low, high)`,
-        `envs.log_uniform(low, high)` or `envs.choice([...])`, also as text: `"log:1e-4:1e-2"`, `"uniform:0.9:1"`,
-        `"1e-4,3e-4"`. For a field whose value is a sequence, such as `hidden_sizes`, give a list of sequences.
+      **asked: arguments of `train` that determine what is computed: `total_steps`, `seed`, which also chooses the trials,
+        `seeds`, the members of each trial, `env_params` and `rank_by`; and fields of the algorithm's config. For a swept
+        field, give a list of values, `envs.uniform(low, high)`, `envs.log_uniform(low, high)` or `envs.choice([...])`, also
+        as text: `"log:1e-4:1e-2"`, `"uniform:0.9:1"`, `"1e-4,3e-4"`. For a field whose value is a sequence, such as
+        `hidden_sizes`, give a list of sequences.
 
     Returns:
       The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the sweep after the current chunk of its run; the partial
@@ -112,12 +102,18 @@ def sweep(
     limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
     choose_display(progress)
     num = space.check_method(method, num, halving)
-    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
-    seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
-    wanted = None if members_at_once is None else whole("members_at_once", members_at_once) // seeds
+    own, fields = split(asked)
+    given, episodes = make_experiment(algo, env, **own), whole("eval_episodes", eval_episodes, least=0)
+    if given.settings or given.pbt is not None or given.guard not in ("halt", "ignore"):
+        raise ValueError(
+            "the members of a sweep are its trials, and one with non-finite values affects no other; leave pbt and guard out, "
+            "and pass fields with several values to sweep"
+        )
+    wanted = None if members_at_once is None else whole("members_at_once", members_at_once) // given.seeds
     if wanted == 0:
-        raise ValueError(f"members_at_once={members_at_once}: the seeds of a trial train together; use at least seeds={seeds}")
-    start = algorithms.make(algo, {})
+        fact = f"members_at_once={members_at_once}: the seeds of a trial train together"
+        raise ValueError(f"{fact}; use at least seeds={given.seeds}")
+    start = given.algorithm
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
     axes, constants = space.read_axes(type(start), fields)
@@ -125,15 +121,12 @@ def sweep(
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True needs the folder of the sweep; give it as out=...")
-    base = Experiment(
-        algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds,
-        rank_by=rank_by, guard="ignore",
-    )  # fmt: skip
+    base = dataclasses.replace(given, algorithm=start, guard="ignore")
     distribution = policies.get(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
-        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "method": method, "num": num, "halving": halving, "min_steps": min_steps,
         "members_at_once": members_at_once,
         "fields": {
             axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
@@ -142,7 +135,7 @@ def sweep(
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
     shared = not is_on_host(base.environment)
     course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
-    trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
+    trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, base.seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(hooks.stop_requests(limit))
@@ -158,15 +151,16 @@ def sweep(
             if method == "optuna":
                 assert num is not None
                 each = wanted or -(-num // 8)
-                stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=total_steps, seed=seed)
+                until = base.total_steps
+                stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=until, seed=base.seed)
             else:
-                steps = space.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
+                steps = space.rung_steps(base.total_steps, halving, min_steps, len(trials), course.least)
                 stages = space.rungs(course.trials, steps, halving)
         reason = course.conduct(stages, requests)
         table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
         objects = {name: x for name, x in course.base.objects.items() if name not in ("env", "env_params")}
-        given = course.base.objects["env"], objects
-        result = SweepResult(table, tuple(course.runs), status, reason, description, *given, folder=path)
+        runs, env = tuple(course.runs), course.base.env
+        result = SweepResult(table, runs, status, reason, description, env, objects, folder=path)
         if path is not None and processes.is_first():
             write_table(result, path)
         processes.gathered("")  # keep all processes alive while one writes

@@ -1,5 +1,6 @@
 """Schedules the trials of a sweep: stage by stage, and in each stage batch by batch, with one program per batch."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax.configs.fields import tunable_fields
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -175,8 +176,10 @@ class Course:
         if path is not None and (done := self._done(path, until)) is not None:
             return done
         partly, before = until < self.base.total_steps, [(self.runs[t.run], t.member) for t in batch if t.run is not None]
-        with tempfile.TemporaryDirectory() as elsewhere:
-            where = Path(elsewhere, "run") if path is None and before else path
+        with contextlib.ExitStack() as stack:
+            where = path
+            if path is None and before:
+                where = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run")
             if before and where is not None and not store.holds_run(where):
                 read = functools.cache(self._load)
                 parts = [(run if isinstance(run, Result) else read(run), member) for run, member in before]
@@ -198,7 +201,7 @@ class Course:
         result = self._load(path)
         each = result.experiment.steps_per_iteration
         iterations = min(math.ceil(until / each), self.base.total_steps // each)
-        done = int(result.history["iteration"][-1]) if len(result.history.get("iteration", ())) else 0
+        done = int(result.history["iteration"][-1]) if len(result.history["iteration"]) else 0
         if done > iterations:
             raise RunFolderError(
                 f"the run in {path} has done {done * each} steps, and this sweep compares it after {iterations * each}; "

@@ -21,7 +21,6 @@ import numpy as np
 
 from msrl_jax import policies
 from msrl_jax.envs import Environment
-from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
@@ -42,11 +41,10 @@ from msrl_jax.tournament.leaderboard import Entry, Leaderboard
 @entry
 def compete(
     path: str | os.PathLike,
-    algo: Any = "ppo",
-    env: str | Environment = "CartPole-v1",
+    algo: Any = None,
+    env: str | Environment | None = None,
     *,
     round_steps: int = 100_000,
-    total_steps: int = 10_000_000,
     rounds: int | None = None,
     time_limit: float | str | None = None,
     target: float | None = None,
@@ -56,10 +54,9 @@ def compete(
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     eval_episodes: int = 64,
-    env_params: GivenParams | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = False,
-    **overrides: Any,
+    **asked: Any,
 ) -> Leaderboard:
     """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and returns it if it improved.
 
@@ -73,10 +70,9 @@ def compete(
 
     Args:
       path: folder of the leaderboard, shared by all workers; created if it does not exist.
-      algo: the algorithm of this worker, by name or config; it draws only members of that algorithm.
-      env: the environment, the same for all members.
+      algo: the algorithm of this worker, as in `train`, or an `Experiment`; it draws only members of that algorithm.
+      env: the environment, the same for all members, as in `train`.
       round_steps: environment steps of a round; it ends at the first evaluation after that many steps.
-      total_steps: environment steps after which a member is complete, and over which schedules run.
       rounds: number of rounds of this worker; unlimited if None.
       time_limit: time after which this worker ends, in seconds or as text, such as `"5h50m"`; the round is discarded.
       target: the worker ends when the best score reaches this value.
@@ -86,10 +82,10 @@ def compete(
       policy: a distribution policy, or its name, as in `train`.
       devices: the devices of this worker; all if None.
       eval_episodes: number of episodes of an evaluation.
-      env_params: the source of environment parameters, as in `train`.
       callbacks: called with a `Tick` as in `train`; the worker ends if one returns True, and the round is discarded.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
-      **overrides: fields of the algorithm's config, for new runs.
+      **asked: arguments of `train` that determine what a new run computes: `total_steps`, after which a member is complete and
+        over which schedules run, by default 10 million; `guard` and `env_params`; and fields of the algorithm's config.
 
     Returns:
       The leaderboard.
@@ -98,11 +94,9 @@ def compete(
       ValueError: before compilation, for an unknown name or field, for an invalid value, for an algorithm whose returns do not
         rank members, or if the leaderboard has another environment or size.
     """
-    round_steps, total_steps = whole("round_steps", round_steps), whole("total_steps", total_steps)
+    round_steps = whole("round_steps", round_steps)
     episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
     end = time.monotonic() + (float("inf") if time_limit is None else hooks.seconds("time_limit", time_limit))
-    if round_steps > total_steps:
-        raise ValueError(f"round_steps={round_steps} exceeds total_steps={total_steps}, the steps of a whole run; use less")
     if isinstance(fresh, bool) or not isinstance(fresh, numbers.Real) or not 0 <= float(fresh) <= 1:
         raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
     if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(float(target))):
@@ -111,13 +105,18 @@ def compete(
         raise ValueError("a worker must be a single process: call msrl.tournament.compete without jax.distributed")
     if policy is not None:
         policies.get(policy)
-    new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
-    agent = new.behavior.agent
+    usual = {} if isinstance(algo, Experiment) else {"total_steps": 10_000_000}
+    new = make_experiment(algo, env, **usual | asked)
+    agent, total_steps = new.behavior.agent, new.total_steps
+    if round_steps > total_steps:
+        raise ValueError(f"round_steps={round_steps} exceeds total_steps={total_steps}, the steps of a whole run; use less")
     if not agent.ranked or agent.unit == "updates":
         raise ValueError(f"algo={new.name!r}: a tournament needs returns that rank members; use another algorithm")
-    if new.settings:
-        raise ValueError(f"{next(iter(new.settings))} has several values, but a member has one; let workers differ")
-    board = Leaderboard.make(path, new.env_name, size, describe_params(env_params or None))
+    if new.has_members or new.rank_by != "return":
+        several = next(iter(new.settings), "seeds")
+        fact = f"{several} has several values, but a member has one" if new.has_members else "members are ranked by returns"
+        raise ValueError(f"{fact}; let workers differ" if new.has_members else f"{fact}; leave rank_by out")
+    board = Leaderboard.make(path, new.env_name, size, describe_params(new.env_params))
     most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
     worker = f"{platform.node()}:{os.getpid()}"

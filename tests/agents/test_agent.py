@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.agents.agent import annealed
 from msrl_jax.algorithms import Progress
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes

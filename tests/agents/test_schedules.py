@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.agents.agent import Agent, Progress, innermost
-from msrl_jax.agents.optimizers import AdaptiveRate, adaptive_rate, make_optimizer
+from msrl_jax.agents.adaptive_rate import AdaptiveRate
+from msrl_jax.agents.agent import Agent, Progress
+from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.schedules import read, read_kl
 from msrl_jax.algorithms import DQN, PPO, build, counted
 from msrl_jax.configs.config import config, tunable
 from msrl_jax.fragments.counters import counter
-from msrl_jax.loops.divergence import adapted, apply_gradients, no_divergence, update_divergence
+from msrl_jax.loops.divergence import apply_gradients, no_divergence, update_divergence
 from msrl_jax.registry import resolve
 from tests.support.transformations import halving
 
@@ -50,7 +51,7 @@ def test_a_cosine_with_a_warmup_is_that_of_optax():
 @pytest.fixture
 def echo(monkeypatch):
     """An algorithm that reports its numbers, and acts with them."""
-    monkeypatch.setattr(sys.modules[config.__module__], "ALGORITHMS", {})
+    monkeypatch.setattr(sys.modules[config.__module__], "DECLARED", {})
 
     @config("echo")
     class Echo:
@@ -86,21 +87,6 @@ def test_an_iteration_has_the_values_of_its_progress_and_the_agent_acts_with_the
         run(counted(build(algorithm, msrl.envs.make("CartPole-v1"))))
 
 
-@pytest.mark.slow
-def test_a_linear_schedule_of_the_learning_rate_is_the_annealed_run():
-    """It falls to zero and stays there."""
-    env = msrl.envs.make("CartPole-v1")
-    annealed, scheduled = (
-        run(counted(build(PPO(**TINY, **rate), env), LENGTH), LENGTH + 2)
-        for rate in ({"learning_rate": 2**-7, "anneal_learning_rate": True}, {"learning_rate": f"linear:{2**-7}"})
-    )
-    for a, b in zip(jax.tree.leaves(innermost(annealed[0])), jax.tree.leaves(innermost(scheduled[0])), strict=True):
-        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(annealed[1]["learning_rate"], scheduled[1]["learning_rate"])
-    np.testing.assert_allclose(annealed[1]["learning_rate"], 2**-10 * np.array([*range(LENGTH, 0, -1), 0, 0]))
-
-
 def lowered(**fields):
     agent = counted(build(PPO(**TINY, **fields), msrl.envs.make("CartPole-v1")), LENGTH)
     state = jax.eval_shape(agent.init, jax.random.key(0))
@@ -132,7 +118,7 @@ def test_a_rate_adapts_as_in_rsl_rl():
             rate = max(5e-4, rate / 1.5)
         elif 0 < divergence < kl.target / 2:
             rate = min(2e-3, rate * 1.5)
-        state = adapted(kl, state, jnp.float32(divergence))
+        state = kl.adapted(state, jnp.float32(divergence))
         wanted.append(rate)
         got.append(state.rate)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
@@ -156,7 +142,7 @@ def test_updates_of_ppo_take_the_adapted_rate():
         direction, state = adam.update({"x": params["x"] - i}, state)
         params = {"x": params["x"] - rate * direction["x"]}
     np.testing.assert_allclose(got["x"], params["x"], rtol=1e-5)
-    np.testing.assert_allclose(adaptive_rate(opt_state), 0.1 / 1.5, rtol=1e-6)
+    np.testing.assert_allclose(algorithm.learning_rate.rate_in(opt_state), 0.1 / 1.5, rtol=1e-6)
 
 
 FORM = "use linear:FROM:TO or cosine:FROM:TO"

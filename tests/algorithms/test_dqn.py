@@ -13,8 +13,8 @@ from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import C51, DQN, QR, Double, PerEnv, counted
 from msrl_jax.envs import Box, Discrete
 from msrl_jax.loops.buffers import n_step_buffer
-from msrl_jax.networks.layers import make_torso
 from msrl_jax.networks.q_network import q_network
+from msrl_jax.networks.torso import make_torso
 from tests.support import off_policy as reference
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
 from tests.support.off_policy import plain_q

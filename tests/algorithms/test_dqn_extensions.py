@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import DQN, IQN, ApexDQN, Munchausen
-from msrl_jax.algorithms.dqn import munchausen_reward, soft_target
+from msrl_jax.losses.action_values import munchausen_reward, soft_target
 from msrl_jax.losses.distributional import quantile_huber_loss
 from tests.support import off_policy as reference
 from tests.support.maze import Maze

@@ -49,7 +49,7 @@ def test_without_it_nothing_is_stored_for_it(name):
     assert "random_fold_in" not in text[0] and "random_fold_in" in text[1] and len(state.items) == len(kinds)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_exactly(tmp_path):
     options = SMALL | {"hindsight": "hindsight:0.8,episode", "replay.capacity": 16 * 24}
     options |= {"progress": False, "chunk": 4, "total_steps": 24 * 64, "seed": 3, "eval_episodes": 2}

@@ -69,13 +69,13 @@ class Walks:
             moved = walked(np, self.position, self.count, action.reshape(-1))
             self.position, self.count, reward, terminated, truncated = moved
             envs = np.arange(len(self.count))
-            final_obs, present = self.obs(), np.ones(len(envs), bool)
+            final_obs, valid = self.obs(), np.ones(len(envs), bool)
             if self.absent is not None:
-                present = ~self.absent(envs, self.steps)
-                reward, terminated, truncated = np.where(present, reward, 0), terminated & present, truncated | ~present
+                valid = ~self.absent(envs, self.steps)
+                reward, terminated, truncated = np.where(valid, reward, 0), terminated & valid, truncated | ~valid
             self.steps += 1
             self.reset(envs[terminated | truncated], None)
-            return Outcome(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, present)
+            return Outcome(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, valid)
 
         return finish
 
@@ -210,7 +210,7 @@ class Noisy(OnHost):
 
                 def noisy():
                     t, noise = finish(), trouble.noise
-                    t.reward[~t.present], t.final_obs[~t.present] = noise, t.final_obs[~t.present] + noise
+                    t.reward[~t.valid], t.final_obs[~t.valid] = noise, t.final_obs[~t.valid] + noise
                     return t
 
                 return noisy

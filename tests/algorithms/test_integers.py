@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from msrl_jax.algorithms import Progress
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import counter
-from msrl_jax.games.small_games import RockPaperScissors
 from tests.support.agents import make_counted
 from tests.support.lock import COUNT, SIZES, Lock, OneInteger
 from tests.support.many_agents import Homes
@@ -56,15 +54,7 @@ def learned():
     )  # fmt: skip
 
 
-@pytest.mark.long
-def test_ppo_learns_to_get_every_integer_right():
-    """One of the 24 actions opens the lock, another one for every number."""
-    result = learned()
-    np.testing.assert_array_equal(result.act(SHOWN), OPEN)
-    assert result.evaluation.mean_return == 4 and result.history["episode_return"][0] < 0.5
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_probabilities_are_those_of_the_actions_drawn():
     result = learned()
     p = np.asarray(result.probabilities(SHOWN))
@@ -73,23 +63,6 @@ def test_probabilities_are_those_of_the_actions_drawn():
     drawn = np.stack([result.act(SHOWN, key) for key in jax.random.split(jax.random.key(0), 400)]) - Lock.action_space.low
     frequency = (drawn[..., None] == np.arange(max(SIZES))).mean(0)
     assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / 400) + 1e-3).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", CONFIGS)
-def test_one_integer_trains_as_a_choice(algo):
-    """Bit for bit."""
-    many = msrl.algorithms.get(algo).many_agents
-    choice = RockPaperScissors() if algo == "self_play" else Homes() if many else RandomWalk()
-    states = []
-    for env in (choice, OneInteger(choice)):
-        agent = make_counted(algo, env, **CONFIGS[algo])
-        state = jax.jit(agent.init)(jax.random.key(3))
-        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
-        states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state).inner)
-    jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
-    now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
-    jax.tree.map(np.testing.assert_array_equal, *now)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,17 +181,6 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
         data.check_spaces(wrong, Lock())
     cloned.save(tmp_path / "run")
     np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run", env=LOCK).act(SHOWN), OPEN)
-
-
-@pytest.mark.long
-def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
-    run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
-    where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]
-    assert cli.main([*run, *where, "--total-steps", "640", "--seeds", "2", "--eval-episodes", "8"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == LOCK
-    rows = data.load(tmp_path / "rows.npz")
-    assert rows.action.shape == (2 * 640, 3)
-    np.testing.assert_array_equal(rows.reward, (rows.action == OPEN[rows.obs.argmax(-1)]).all(-1))
 
 
 def test_the_command_line_refuses_values_of_several_integers(capsys):

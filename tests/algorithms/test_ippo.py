@@ -45,8 +45,8 @@ def test_one_iteration_equals_an_independent_implementation(case):
         state, _ = iterate(state)
     assert not state.now["agents"].is_first.all()
     obs, is_first, carry, rollout = plain_rollout(agent, state, config.share_parameters)
-    *_, terminated, truncated, present = rollout
-    assert truncated.any() and terminated.any() and not present.all() and terminated.all(-1).any()
+    *_, terminated, truncated, valid = rollout
+    assert truncated.any() and terminated.any() and not valid.all() and terminated.all(-1).any()
     after, _ = iterate(state)
     now = after.now["agents"]
     np.testing.assert_allclose(now.obs, obs, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.networks.cores import named_core
 from tests.support.agents import make_counted
 from tests.support.keys import key_uses, reused_keys
@@ -28,12 +28,8 @@ PARTICULAR = {
     "impala_rnd": {"replay_batches": 0, "num_updates": 1},
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
-VARIANTS = ("apex_dqn", "ddpg", "mappo", "vdn")  # of the algorithms dqn, td3, ippo and qmix
-# Trees, and what others have alike.
-LONG = (
-    "alphazero", "muzero", "cql", "maddpg", "self_play", "teams", "a3c", "r2d2", "qmix", "iql", "recurrent_ppo", "td3", "es",
-    "bc", "a2c", "impala", "pqn", "ippo", "a2c_rnd", "impala_rnd",
-)  # fmt: skip
+OFTEN = ("ppo", "sac")
+SELDOM = ("dqn", "es", "ippo", "muzero", "ppo_rnd", "qmix", "r2d2", "self_play")  # others share most of a loop with them
 
 
 def environment(name):
@@ -69,7 +65,7 @@ def without(uses, *places):
 
 
 def marked(name):
-    marks = [pytest.mark.slow] if name in VARIANTS else [pytest.mark.long] if name in LONG else []
+    marks = [] if name in OFTEN else [pytest.mark.long] if name in SELDOM else [pytest.mark.slow]
     return pytest.param(name, marks=marks)
 
 

@@ -18,7 +18,7 @@ from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes
 from tests.support.modules import FORMS
-from tests.support.slow import mostly_slow, slow_unless
+from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}
@@ -141,16 +141,16 @@ def reference(case):
     return jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [("mappo-own-gru", 8, "Central")]
 SELDOM = [
+    ("mappo-own-gru", 8, "Central"),
     ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"), ("self_play-payoff", 8, "SingleLearnerCoarse"),
     ("alphazero", 8, "SingleLearnerCoarse"),
 ]  # fmt: skip
 
 
 def kind(*run):
-    """A run of the matrix: long if it runs seldom, and else slow unless it runs often."""
-    return pytest.param(*run, marks=pytest.mark.long) if run in SELDOM else slow_unless(run in OFTEN, *run)
+    """A run of the matrix: long if it runs seldom, and else slow."""
+    return pytest.param(*run, marks=pytest.mark.long if run in SELDOM else pytest.mark.slow)
 
 
 MATRIX = [
@@ -203,7 +203,7 @@ def test_absent_agents_count_for_nothing():
     def loss(keep, counts):
         value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
         action = jnp.asarray(np.arange(12)[keep] % 3)
-        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, present=counts)
+        taken = SimpleNamespace(action=action, log_prob=log_prob - 1, valid=counts)
         advantage = standardize(advantage, counts)
         policy = Categorical(jnp.asarray(logits[keep]))
         return ppo_loss(config, policy, value, taken, advantage, old_value, target)
@@ -221,16 +221,6 @@ def test_wrong_kinds_of_environments_are_refused():
         check_env(msrl.algorithms.get("bc"), Homes())
     with pytest.raises(TypeError, match=r"'mappo' trains several agents, but environment 'CartPole-v1' has one"):
         msrl.train("mappo", "CartPole-v1", total_steps=100)
-
-
-@pytest.mark.long
-def test_train_evaluate_and_act():
-    result = msrl.train("ippo", Homes(), total_steps=1024, eval_every=512, **SMALL)
-    assert np.isfinite(result.history["episode_return"]).all()
-    obs = np.zeros((3, 5), np.float32)
-    assert result.act(obs).shape == (3,)
-    assert result.act(np.stack([obs] * 4), jax.random.key(0)).shape == (4, 3)
-    assert result.evaluate(episodes=4).returns.shape == (4,)
 
 
 @pytest.mark.slow

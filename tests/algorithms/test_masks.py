@@ -1,7 +1,6 @@
 """Algorithms on an environment with legal actions: they take no other ones, and learn what the formulas say."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from msrl_jax.losses.entropy import expected_soft_value
 from msrl_jax.networks.q_network import greedy_target
 from msrl_jax.nonfinite.failure import Failure
 from msrl_jax.nonfinite.origin import find_origin
-from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.evaluate import make_evaluator
 from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
 from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
@@ -132,23 +130,6 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo
         result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
 
 
-def halted(algo, env):
-    with pytest.raises(DivergedError) as caught:
-        msrl.train(
-            algo, env, policy="GPUOnly:num_devices=1", total_steps=2000, eval_episodes=0, progress=False, **CONFIGS[algo]
-        )
-    assert caught.value.fragment == "env_step"
-    return caught.value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ["a2c", "ppo", "dqn", "r2d2", "sac", "es"])
-def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
-    error = halted(algo, Maze(stuck=2))
-    assert re.search(r"environment \d returned an observation without a legal action", str(error))
-    assert "without a legal action" in str(msrl.nonfinite.replay_step(error.replay, env=Maze(stuck=2)))
-
-
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -184,6 +165,7 @@ def mlp(params, x):
 
 
 @pytest.mark.parametrize("target", ["double", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_a_target_is_the_largest_value_of_the_legal_actions(target):
     env = Maze()
     agent, config = build("dqn", env, num_updates=1, tau=0.1, target_period=1, **{"replay.n_step": 2, "target": target})

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.qmix import monotonic_mixer, sum_mixer
+from msrl_jax.networks.mixers import monotonic_mixer, sum_mixer
 from tests.support.mixers import plain_monotonic
 
 AGENTS, STATE = 3, 5

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.cql import conservative_gap, log_partition
 from msrl_jax.algorithms.iql import advantage_weight, expectile_loss
+from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.networks.distributions import Normal
 from msrl_jax.networks.policies import TanhNormal, log_likelihood
 

@@ -61,6 +61,7 @@ def plain_targets(reward, terminated, truncated, successor):
     return targets
 
 
+@pytest.mark.long
 def test_an_iteration_equals_an_independent_implementation():
     agent = CONFIG.build(RandomWalk())
     iterate = counting(agent)

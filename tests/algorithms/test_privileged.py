@@ -13,7 +13,7 @@ from msrl_jax import data, envs
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import Replay, build, counted, get
 from msrl_jax.fragments.metrics import Mean
-from msrl_jax.networks.layers import CustomNetworks
+from msrl_jax.networks.custom import CustomNetworks
 from msrl_jax.networks.modules import as_network
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.registry.lookup import check_env
@@ -143,7 +143,7 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     assert not [c for c in to_actors if "privileged" in c.value or "critic" in c.value]
     # Of the environments, an actor gets two numbers for each action. Of the learner, it gets its own parameters, and the number
     # of their version. An actor with a memory gets to know when episodes begin, the last observations of episodes, which the
-    # value of a memory's outputs needs, and when they were truncated.
+    # value of a memory's outputs needs, and when they were truncated; and its memory once per iteration, cleared at their ends.
     params = innermost(state).params
     if algorithm == "sac":
         own = params["actor"]
@@ -152,7 +152,8 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
     else:
         heads = {name: x for name, x in params["heads"]["params"].items() if name.startswith("actor")}
         own = [params["torso"], params["core"], heads]
-    remembering = copies * steps * (4 * env.visible + 2) if algorithm == "recurrent_ppo" else 0
+    memory = number_of(innermost(state).carry) if algorithm == "recurrent_ppo" else 0
+    remembering = copies * steps * (4 * env.visible + 2) + 4 * memory if memory else 0
     arriving = 4 * copies * steps * env.visible + 4 * number_of(own) + 4 + remembering
     assert sum(c.nbytes * c.times for c in to_actors) == arriving
     # The learner gets it once for each step and once for each successor.

@@ -16,7 +16,7 @@ NAMES = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
 @pytest.fixture(scope="module")
 def module():
     """One iteration of PPO."""
-    program = make_experiment("ppo", "CartPole-v1", overrides=PPO).compile(policies.GPUOnly(1), jax.devices()[:1])
+    program = make_experiment("ppo", "CartPole-v1", **PPO).compile(policies.GPUOnly(1), jax.devices()[:1])
     (compiled,) = program.compiled()
     return module_of(compiled)
 

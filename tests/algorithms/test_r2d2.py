@@ -15,7 +15,7 @@ from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.buffers import sequence_buffer
+from msrl_jax.loops.sequences import sequence_buffer
 from msrl_jax.losses.sequences import rescale, sequence_priority, unrescale
 from msrl_jax.networks.q_network import value_heads
 from msrl_jax.networks.recurrent import recurrent_network
@@ -193,6 +193,7 @@ def test_replayed_values_equal_the_values_while_acting(walk):
     assert checked > 10
 
 
+@pytest.mark.long
 def test_one_update_equals_an_independent_implementation(walk, walked):
     """Burn-in from the stored memory is a constant of the gradient; targets look across the ends of episodes."""
     (_, config, _, buffer, _), (state, after) = walk, walked
@@ -257,23 +258,6 @@ def test_stale_actors_keep_their_own_carry():
     np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 1, 1])
     assert any(np.abs(np.asarray(m)).max() > 0 for m in program.unwrap(after).inner.carry)
     assert "memory" not in {c.value for c in program.explain().crossings if c.destination == "actors"}
-
-
-@pytest.mark.long
-def test_members_evaluate_and_act_with_a_carry():
-    run = msrl.train(
-        "r2d2", RandomWalk(), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
-        total_steps=4 * T * E, **SMALL,
-    )  # fmt: skip
-    assert run.evaluation is not None and run.evaluation.returns.shape == (2, 3)
-    obs, memory, alone = np.random.default_rng(0).normal(size=(3, 5, 3)).astype(np.float32), None, (np.zeros((5, H)),)
-    params = wide(run.member_state(1).params)
-    for x in obs:
-        actions, memory = run.act_with_carry(x, memory, member=1)
-        values, memories = plain_values("gru", params, np.float64(x)[None], np.zeros((1, 5), bool), alone)
-        alone = tuple(m[-1] for m in memories)
-        np.testing.assert_array_equal(actions, values[0].argmax(-1))
-        np.testing.assert_allclose(memory[0], alone[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.networks.cores import named_core
-from msrl_jax.networks.layers import reset_carry
+from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.registry.resolve import objects
 from tests.support.agents import make_counted, make_still, still
 from tests.support.compiled import collectives
@@ -237,6 +237,7 @@ def plain_update(config, state, rollout, num_updates=None):
     return params, [divergence(e) for e in minibatches[num_updates:]] if num_updates else []
 
 
+@pytest.mark.long
 def test_one_iteration_equals_an_independent_implementation(walk):
     config, agent, state = walk
     obs, carry, rollout = plain_rollout(config.core, agent, state)
@@ -294,7 +295,7 @@ def trained():
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_keeps_the_carry_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)
@@ -326,7 +327,7 @@ def test_acting_with_a_carry(trained):
         trained.act_with_carry(obs[0, :2], memory)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala", "pqn", "r2d2", "sac", "td3"], "a2c", "r2d2"))
+@pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala", "pqn", "r2d2", "sac", "td3"], "a2c"))
 def test_a_carry_stays_with_the_actors_while_environments_step(name):
     config = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "core": "gru", "memory_size": 5}
     config |= {"num_minibatches": 2} if name == "pqn" else {}

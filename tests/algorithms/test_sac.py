@@ -121,31 +121,6 @@ def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardiz
     np.testing.assert_allclose(agent.act(state, obs, None, ())[0], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
-    agent, config = build("sac", RandomWalk(True), **{"replay.learning_starts": 40 * 16})
-    iterate, first = counting(agent), jax.jit(agent.init)(jax.random.key(0))
-    state = first
-    for i in range(9):
-        state, metrics = iterate(state, i)
-        assert metrics["q"].count == 0
-    for a, b in zip(*(jax.tree.leaves((s.params, s.target_params, s.opt_state)) for s in (state, first)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    actions = np.sort(np.asarray(state.replay.items[1])[:, : 9 * config.unroll_length].ravel())
-    assert len(actions) == 9 * config.unroll_length * 16 * 2
-    # The distance of Kolmogorov and Smirnov from the uniform distribution on [-1, 1].
-    assert np.abs((actions + 1) / 2 - np.linspace(0, 1, len(actions))).max() < 1.95 / np.sqrt(len(actions))
-    after, metrics = iterate(state, 9)
-    assert metrics["q"].count == config.num_updates
-    assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, first.params)), strict=True))
-    # From then on they are drawn from the policy.
-    last, _ = iterate(after, 10)
-    obs, action = (np.moveaxis(np.asarray(x)[:, 40:44], 1, 0).reshape(4 * 16, -1) for x in last.replay.items[:2])
-    keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(after.actor_keys)[1:]
-    noise = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)).reshape(4 * 16, 2)
-    np.testing.assert_allclose(action, plain_policy(after.params, obs, noise, True)[0], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.long
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     agent, _ = build("sac", RandomWalk(True))

@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless

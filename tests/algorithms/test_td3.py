@@ -37,6 +37,7 @@ def actor_slope(actor, critic, obs):
 
 
 @pytest.mark.parametrize("name", ["td3", pytest.param("ddpg", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_updates_equal_an_independent_implementation(name):
     """The actor and the targets of TD3 move in every third update: in the first one of these two."""
     options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}

@@ -15,6 +15,7 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.loops.agents import Experience, Now
 from tests.support.leaving import Leaving
 from tests.support.mixers import plain_monotonic
+from tests.support.slow import slow_unless
 
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {
@@ -106,19 +107,19 @@ def legal(rng, mask):
 def garbled(rng, e):
     """The same experience with other observations, legal actions, actions and rewards of agents that are absent."""
 
-    def swap(present, x):
+    def swap(valid, x):
         other = rng.permuted(x.reshape(-1)).reshape(x.shape) if x.dtype == bool else np.asarray(7 * x + 1, x.dtype)
-        return np.where(present.reshape(*present.shape, *[1] * (x.ndim - present.ndim)), x, other)
+        return np.where(valid.reshape(*valid.shape, *[1] * (x.ndim - valid.ndim)), x, other)
 
     def swapped(obs):
-        return obs._replace(obs=jax.tree.map(lambda x: swap(obs.present, x), obs.obs))
+        return obs._replace(obs=jax.tree.map(lambda x: swap(obs.valid, x), obs.obs))
 
-    action = swap(e.obs.present, e.action)
+    action = swap(e.obs.valid, e.action)
     return e._replace(
         obs=swapped(e.obs),
         next_obs=swapped(e.next_obs),
         action=action % N if action.dtype == np.int32 else action,
-        reward=swap(e.obs.present, e.reward) if e.reward.ndim == e.obs.present.ndim else e.reward,
+        reward=swap(e.obs.valid, e.reward) if e.reward.ndim == e.obs.valid.ndim else e.reward,
     )
 
 
@@ -173,15 +174,16 @@ def window(rng, masked=True):
 
 def joint_value(params, values, obs, mixer):
     """The values of joint actions, from those of the agents that are present."""
-    values = np.where(obs.present, values, 0.0)
+    values = np.where(obs.valid, values, 0.0)
     if mixer == "sum":
         return values.sum(-1)
     return plain_monotonic(params["mixer"], values.reshape(-1, A), obs.state.reshape(-1, STATE), 2).reshape(values.shape[:-1])
 
 
 @pytest.mark.parametrize(
-    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.long)]
+    ("name", "mixer", "shared"), [("qmix", "monotonic", True), pytest.param("vdn", "sum", False, marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
     config = algorithms.make(name, SMALL | VALUES | {"share_parameters": shared})
@@ -223,19 +225,19 @@ def transitions(rng, rows, masked):
     obs, next_obs = (joint_observation(rng, rows, masked=masked) for _ in range(2))
     action = legal(rng, obs.obs.action_mask) if masked else np.float32(rng.uniform(-1, 1, (rows, A, 2)))
     reward = np.float32(rng.normal(size=(rows, A)))
-    discount = np.float32(np.where(next_obs.present, DISCOUNT, 0.0))
+    discount = np.float32(np.where(next_obs.valid, DISCOUNT, 0.0))
     return replay.NStep(obs, action, reward, discount, next_obs)
 
 
-def agents_mean(x, present, shared):
+def agents_mean(x, valid, shared):
     """The mean over the examples that count; if every agent has its own network, the sum of the agents' means."""
     if shared:
-        return x[present].mean()
-    return sum(x[:, i][present[:, i]].mean() for i in range(A))
+        return x[valid].mean()
+    return sum(x[:, i][valid[:, i]].mean() for i in range(A))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("env", "shared"), [pytest.param(Leaving(), True, marks=pytest.mark.long), (Continuous(), False)])
+@pytest.mark.parametrize(("env", "shared"), [(Leaving(), True), slow_unless(False, Continuous(), False)])
 def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     """The critics' targets and loss (arXiv 1706.02275, eq. 6), and the policy gradient at the replayed actions (eq. 5)."""
     discrete, rows, penalty, temperature = isinstance(env, Leaving) and env.action_mask is not None, 6, 0.02, 0.7
@@ -248,7 +250,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     got, error, stats = updated(state, e, weight)
 
     team = state.teams["agents"]
-    online, target, present = wide(state.params["agents"]), wide(team.target_params), e.obs.present
+    online, target, valid = wide(state.params["agents"]), wide(team.target_params), e.obs.valid
     key = jax.random.split(team.key)[1]  # of the one update
     keys = jax.vmap(lambda key: jax.random.split(key, rows))(jax.random.split(key))
     noises = np.asarray(jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (A, N))))(keys))
@@ -268,7 +270,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
         """Values `[rows, A]`; the critic of agent i sees `joint_of(i)` `[rows, A, size]`, of the present agents."""
         seen = lambda i: np.concatenate(  # noqa: E731
             [with_id(np.float64(obs.state), i) if shared else np.float64(obs.state)]
-            + [np.where(obs.present[:, j, None], joint_of(i)[:, j], 0.0) for j in range(A)],
+            + [np.where(obs.valid[:, j, None], joint_of(i)[:, j], 0.0) for j in range(A)],
             -1,
         )
         return np.stack([mlp(critics if shared else of_agent(critics, i), seen(i))[:, 0] for i in range(A)], -1)
@@ -278,7 +280,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     taken = np.eye(N)[e.action] if discrete else np.float64(e.action)
 
     def critic_loss(critics):
-        return agents_mean(weight[:, None] * 0.5 * (q(critics, e.obs, lambda i: taken) - goal) ** 2, present, shared)
+        return agents_mean(weight[:, None] * 0.5 * (q(critics, e.obs, lambda i: taken) - goal) ** 2, valid, shared)
 
     def replaced(own):
         """For agent i: the replayed actions, but its own one from `own` `[rows, A, size]`."""
@@ -300,12 +302,12 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
             action /= action.sum(-1, keepdims=True)
         else:
             action = np.tanh(output(actors, e.obs))
-        return agents_mean(penalty * (output(actors, e.obs) ** 2).mean(-1) - (gradient * action).sum(-1), present, shared)
+        return agents_mean(penalty * (output(actors, e.obs) ** 2).mean(-1) - (gradient * action).sum(-1), valid, shared)
 
-    difference = np.where(present, np.abs(goal - q(online["critic"], e.obs, lambda i: taken)), 0.0)
-    np.testing.assert_allclose(error, difference.sum(-1) / np.maximum(present.sum(-1), 1), rtol=1e-4, atol=1e-6)
+    difference = np.where(valid, np.abs(goal - q(online["critic"], e.obs, lambda i: taken)), 0.0)
+    np.testing.assert_allclose(error, difference.sum(-1) / np.maximum(valid.sum(-1), 1), rtol=1e-4, atol=1e-6)
     value = q(online["critic"], e.obs, replaced(now)) - penalty * (output(online["actor"], e.obs) ** 2).mean(-1)
-    np.testing.assert_allclose(stats["actor_loss"], -value[present].mean(), rtol=1e-4)
+    np.testing.assert_allclose(stats["actor_loss"], -value[valid].mean(), rtol=1e-4)
     assert_close(got["critic"], slope(critic_loss, online["critic"]))
     assert_close(got["actor"], slope(actor_loss, online["actor"]))
     jax.tree.map(np.testing.assert_array_equal, updated(state, garbled(rng, e), weight), (got, error, stats))
@@ -326,8 +328,8 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
 
     def as_statistics(config, policy, value, taken, advantage, old_value, target):
         """A loss that reports what it is given, number by number; for what does not count, nan."""
-        told = {"action": taken.action[0, : A * length : A] * 1.0, "target": jnp.where(taken.present, target, jnp.nan)[0]}
-        told["difference"] = jnp.where(taken.present, target - advantage, jnp.nan)[0, :: A * length]
+        told = {"action": taken.action[0, : A * length : A] * 1.0, "target": jnp.where(taken.valid, target, jnp.nan)[0]}
+        told["difference"] = jnp.where(taken.valid, target - advantage, jnp.nan)[0, :: A * length]
         numbered = {f"{name}{i}": x[i] for name, x in told.items() for i in range(len(x))}
         return value.sum(), numbered | {"approx_kl": jnp.float32(0)}
 
@@ -337,18 +339,18 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
         params, rest = jax.jit(team.init)(*jax.random.split(jax.random.key(1), 3))
         shape = (length, num_envs)
         now, final = joint_observation(rng, length + 1, num_envs, absent=0), joint_observation(rng, *shape, absent=0)
-        present, terminated = np.ones((*shape, A), bool), rng.uniform(size=(*shape, A)) < 0.3
+        valid, terminated = np.ones((*shape, A), bool), rng.uniform(size=(*shape, A)) < 0.3
         truncated = rng.uniform(size=shape) < 0.15
         for t in range(length):
             if t:
                 ended = truncated[t - 1] | terminated[t - 1].all(-1)
-                present[t] = ended[:, None] | ~terminated[t - 1]
-            terminated[t] |= ~present[t]
-        reward = np.where(present, np.float32(rng.normal(size=(*shape, A))), np.float32(0))
+                valid[t] = ended[:, None] | ~terminated[t - 1]
+            terminated[t] |= ~valid[t]
+        reward = np.where(valid, np.float32(rng.normal(size=(*shape, A))), np.float32(0))
         time = np.broadcast_to(np.arange(length, dtype=np.int32)[:, None, None], (*shape, A))  # as actions, to find steps again
         experience = Experience(
             jax.tree.map(lambda x: x[:-1], now.obs), now.state[:-1], np.zeros(shape, bool), time,
-            (np.zeros((*shape, A), np.float32), (), ((), ())), reward, terminated, truncated, present, final.obs, final.state,
+            (np.zeros((*shape, A), np.float32), (), ((), ())), reward, terminated, truncated, valid, final.obs, final.state,
         )  # fmt: skip
         after = Now(jax.tree.map(lambda x: x[-1], now.obs), now.state[-1], np.zeros(num_envs, bool))
         metrics = jax.jit(team.learn)(params, rest, experience, after, team.initial_carry(num_envs), Progress(counter()))[2]
@@ -375,7 +377,7 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     # The rows of the loss are ordered by environment, then by shuffled times.
     order = told("action", length).astype(int)
     target = told("target", length * num_envs * A).reshape(num_envs, length, A).swapaxes(0, 1)
-    assert sorted(order) == list(range(length)) and (~present).any() and truncated.any()
-    expected = np.where(present, want + here[:-1], np.nan)[order]
+    assert sorted(order) == list(range(length)) and (~valid).any() and truncated.any()
+    expected = np.where(valid, want + here[:-1], np.nan)[order]
     np.testing.assert_allclose(target, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(told("difference", num_envs), np.where(present, here[:-1], np.nan)[order[0], :, 0], rtol=1e-4)
+    np.testing.assert_allclose(told("difference", num_envs), np.where(valid, here[:-1], np.nan)[order[0], :, 0], rtol=1e-4)

@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     with pytest.warns(msrl.run.ResumeWarning, match="total_steps changes from 256 to 512, over which the"):
         result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
     assert result.history["iteration"][-1] == 4
-    drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}
+    drawn = {line.get_label(): line.get_xydata()[:, 1] for line in msrl.plot(result).axes[0].lines}
     np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
     np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
     with pytest.raises(ValueError, match=r"cannot resume with teams="):

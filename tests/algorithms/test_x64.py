@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax._compat import jaxprs_in
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.base import to_32_bit
 from msrl_jax.losses import critics
 from msrl_jax.run.prepare import make_experiment
@@ -58,7 +58,7 @@ def options(name):
 def types(name):
     """Of the state, and of what an iteration returns; and the types of the results of all matrix products."""
     env, fields = options(name)
-    agent = make_experiment(name, env, total_steps=10_000, overrides=fields).agent
+    agent = make_experiment(name, env, total_steps=10_000, **fields).agent
     state = jax.eval_shape(lambda key: agent.with_data(agent.init(key)), jax.random.key(0))
     program, results = jax.make_jaxpr(agent.iteration, return_shape=True)(state)
     products = [eqn for body in jaxprs_in(program.jaxpr) for eqn in body.eqns if eqn.primitive.name == "dot_general"]
@@ -68,7 +68,7 @@ def types(name):
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn", "recurrent_ppo"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "dqn"))
 def test_states_and_metrics_have_the_types_of_32_bits(name):
     expected = types(name)
     with jax.enable_x64(True):

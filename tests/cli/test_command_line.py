@@ -4,16 +4,13 @@ import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 
 import jax
 import pytest
 
 from msrl_jax.cli import command_line, main
-from msrl_jax.cli.command import Outcome
+from msrl_jax.cli.command import Output
 from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES
 from msrl_jax.run import Experiment
 from tests.support import processes
@@ -80,22 +77,41 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_complete_run(tmp_path):
-    process = processes.start(
-        command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "(interrupted: SIGINT)" in out and "Traceback" not in err
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
-    assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
+INTERRUPTING = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *given):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from msrl_jax.cli import main
+sys.exit(main(["evaluate", "nowhere"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["msrl_jax.cli.commands", "jax"])
+def test_ctrl_c_during_the_imports_is_one_line(module):
+    done = processes.run([sys.executable, "-c", INTERRUPTING, module])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
+
+
+def test_after_ctrl_c_no_thread_keeps_the_process():
+    code = """
+import sys, threading, time
+from msrl_jax.cli import command, main
+
+def interrupted(self, given):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    raise KeyboardInterrupt
+
+command.Command.__call__ = interrupted
+sys.argv = ["msrl-jax", "list"]
+sys.exit(main())
+"""
+    done = processes.run([sys.executable, "-c", code])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "msrl-jax: error: interrupted\n")
 
 
 MISTAKES = [
@@ -165,6 +181,7 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
         assert max(map(len, lines)) <= columns and any(line.startswith("  learn") for line in lines)
 
 
+@pytest.mark.long
 def test_explain_draws_plans_side_by_side(capsys, tmp_path):
     out = tmp_path / "plans.html"
     policies = ["--policy", "GPUOnly:num_devices=1", "--beside", "SingleLearnerCoarse:learners=1,actors=1", "--json"]
@@ -174,6 +191,7 @@ def test_explain_draws_plans_side_by_side(capsys, tmp_path):
     assert out.read_text().count("<figure>") == len(plans) == 2 and all(plan["policy"] in out.read_text() for plan in plans)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):
     arguments = ["explain", "--algo", "sac", "--env", "Pendulum-v1", "--policy", "MultiLearner", "--num-envs", "8"]
@@ -193,7 +211,7 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     asked = {}
     monkeypatch.setattr(jax.config, "update", asked.__setitem__)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=7")
-    monkeypatch.setattr(command_line.Command, "__call__", lambda self, given: Outcome())
+    monkeypatch.setattr(command_line.Command, "__call__", lambda self, given: Output())
     assert main(["train", "--cpu-devices", str(MOST_CPU_DEVICES)]) == 0
     assert asked == {"jax_platforms": "cpu", "jax_num_cpu_devices": 1024}
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last
@@ -203,6 +221,21 @@ def test_list_names_everything(capsys):
     assert main(["list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
     assert "ppo" in names["algorithms"] and "CartPole-v1" in names["environments"] and "GPUOnly" in names["policies"]
+
+
+def test_with_json_nothing_else_is_on_standard_output(monkeypatch, capsys):
+    listing = command_line.COMMANDS["list"]
+
+    def talking(self, given):
+        print("hello from an environment")
+        return Output("text", {"number": 1})
+
+    monkeypatch.setattr(type(listing), "__call__", talking)
+    assert main(["list", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == '{"number": 1}\n' and captured.err == "hello from an environment\n"
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "hello from an environment\ntext\n"
 
 
 def test_help_starts_no_device():
@@ -221,7 +254,7 @@ FULL = "msrl-jax: error: cannot write to standard output: [Errno 28] No space le
     [
         pytest.param("2>&1 | head -1", "", marks=pytest.mark.long),
         pytest.param(">&- 2>/dev/full", "", marks=pytest.mark.slow),
-        pytest.param(">/dev/full", FULL, marks=pytest.mark.long),
+        pytest.param(">/dev/full", FULL, marks=pytest.mark.slow),
     ],
 )
 def test_output_does_not_decide_over_training(output, said, tmp_path):
@@ -286,7 +319,6 @@ def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     done = run(trained, swept)
     # The folder, and so the command, has the path of the file, which any working directory finds.
     assert done.returncode == 0 and f"msrl-jax train --algo {tmp_path}/own.py:Mine" in done.stdout, done.stderr
-    assert "names code to run" in run(["evaluate", "run"]).stderr
     on = ["train", "--out", "run", "--resume", "--trust", "--total-steps", 256, *common[2:]]
     done = run(["evaluate", "run", "--episodes", 2, "--trust"], on)
     assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr

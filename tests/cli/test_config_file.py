@@ -13,7 +13,7 @@ from msrl_jax.cli import main
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS, TRAIN
 from msrl_jax.cli.options import Part
-from msrl_jax.configs.fields import all_fields, value_of
+from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_run
@@ -41,7 +41,7 @@ def experiment_of(file, *words):
     """The experiment that `train --config` computes."""
     options, fields = split(parsed("train", "--config", str(file), *words))
     names = [f.name for f in dataclasses.fields(Experiment) if options.get(f.name) is not None]
-    return make_experiment(options["algo"], overrides=fields, **{name: options[name] for name in names})
+    return make_experiment(options["algo"], **fields, **{name: options[name] for name in names})
 
 
 def changed(config):
@@ -240,7 +240,7 @@ def test_the_file_of_a_run_is_its_experiment(name, tmp_path):
     given = dict(EXPERIMENTS[name])
     options = {key: given.pop(key) for key in ("algo", "env", "env_params", "seed", "seeds", "pbt", "rank_by") if key in given}
     small = {"num_envs": 8} if "algo" in options else TINY
-    experiment = make_experiment(**options, overrides=small | given, guard="skip", total_steps=10_000)
+    experiment = make_experiment(**options, **small | given, guard="skip", total_steps=10_000)
     (tmp_path / "run.toml").write_text(repeating(experiment, experiment.to_json() | PLACE))
     trust = ["--trust"] if name in OWN else []
     again = experiment_of(tmp_path / "run.toml", *trust)
@@ -278,12 +278,13 @@ def test_the_file_of_a_run_asks_for_as_many_cpu_devices(devices, options, tmp_pa
 
 
 def test_rates_are_those_before_rollbacks(tmp_path):
-    experiment = make_experiment(overrides={**TINY, "learning_rate": 3e-4})
+    experiment = make_experiment(**{**TINY, "learning_rate": 3e-4})
     halved = experiment.replaced(algorithm=dataclasses.replace(experiment.algorithm, learning_rate=3e-4 / 4))
     (tmp_path / "run.toml").write_text(repeating(halved, halved.to_json() | PLACE | {"rollbacks": [{}, {}]}))
     assert experiment_of(tmp_path / "run.toml") == experiment
 
 
+@pytest.mark.slow
 def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
     first = train(
         PPO(**TINY), "CartPole-v1", learning_rate=[1e-3, 3e-3], seed=2, total_steps=512, policy="GPUOnly:num_devices=1",

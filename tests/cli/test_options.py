@@ -1,7 +1,10 @@
 """Flags: the fields of commands and of configs, and how their values are read."""
 
 import dataclasses
+import importlib
 import inspect
+import itertools
+import operator
 import re
 
 import pytest
@@ -10,7 +13,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, cli
 from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
-from msrl_jax.cli.command import Outcome, command, parse
+from msrl_jax.cli.command import Output, command, parse
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import Part
 
@@ -98,19 +101,31 @@ def test_the_options_of_a_command_are_the_arguments_of_its_functions():
     assert COMMANDS["evaluate"].options()["episodes"].default == 128
 
 
+def test_signatures_that_are_read_from_sources_are_those_of_the_functions():
+    parts = [part for command in COMMANDS.values() for part in command.parts if isinstance(part.of, str)]
+    assert {"msrl_jax.run.training:train", "msrl_jax.data.rollout:record"} < {part.of for part in parts}
+    for part in parts:
+        module, _, path = part.of.partition(":")
+        real = dataclasses.replace(part, of=operator.attrgetter(path)(importlib.import_module(module)))
+        for read, known in itertools.zip_longest(part.options(), real.options()):
+            assert dataclasses.replace(read, kind=None) == dataclasses.replace(known, kind=None), part
+            shown = [(o.metavar, o.is_flag, o.choices, o.numbers, o.is_sequence) for o in (read, known)]
+            assert shown[0] == shown[1], (part, read.name)
+
+
 def test_values_go_to_every_function_that_takes_them():
     seen = []
     part = Part(lambda *, seed=0, trust=False: None)
 
     @command(part, Part("msrl_jax.run.training:train", only=("algo", "seed")))
-    def tried(first, second, *, seed: int = 3) -> Outcome:
+    def tried(first, second, *, seed: int = 3) -> Output:
         """Try.
 
         Args:
           seed: a number.
         """
         seen.append((first, second, seed))
-        return Outcome()
+        return Output()
 
     tried({"seed": 5, "trust": True, "algo": "dqn", "num_envs": 8})
     assert seen == [({"seed": 5, "trust": True}, {"seed": 5, "algo": "dqn", "num_envs": 8}, 5)]

@@ -18,8 +18,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import PPO, config, field, make, tunable
-from msrl_jax.configs.config import ALGORITHMS, variant
-from msrl_jax.configs.fields import tunable_fields, value_of
+from msrl_jax.configs.config import variant
+from msrl_jax.configs.names import tunable_fields, value_of
+from msrl_jax.registry.table import ALGORITHMS
 
 TYPED = """
 from msrl_jax.algorithms import PPO, SAC
@@ -33,7 +34,7 @@ PPO(learning_rate=[1e-3])
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_type_checker_accepts_schedules_where_they_are_accepted(tmp_path):
     root = str(Path(__file__).parents[2])
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [root], "include": ["typed.py"]}))

@@ -10,7 +10,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
-from msrl_jax.configs.fields import all_fields, option, text, tunable_fields, value_of
+from msrl_jax.configs.choices import option, text
+from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.fragments.support.text_values import Call, read_call
 from msrl_jax.search.space import read_axes
@@ -147,6 +148,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 def test_members_and_schedules_reach_numbers_of_options(tmp_path):
     options = SMALL | {
         "progress": False,

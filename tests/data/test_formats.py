@@ -101,7 +101,7 @@ def test_episodes_of_rlds_have_a_last_step_that_means_nothing(walk):
     ("change", "message"),
     [
         ({"rewards": np.ones(5)}, r"reward of episode 1 has shape \[5\], but there are 2 observations; .*\[1 or 2, ...\]"),
-        ({"rewards": np.ones((1, 3))}, r"reward of episode 1 has shape \[1, 3\]; .* have one agent, .* present"),
+        ({"rewards": np.ones((1, 3))}, r"reward of episode 1 has shape \[1, 3\]; .* have one agent, .* valid"),
         ({"observations": np.ones((1, 2))}, "episode 1 has 1 observations"),
         ({"observations": {"a": np.ones(2)}}, "only some of the episodes 0 to 1 have next_obs"),
         ({"actions": {"a": np.ones(1)}}, "actions of episode 1 is a dict of arrays"),

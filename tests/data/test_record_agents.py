@@ -10,7 +10,6 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.data.dataset import OPTIONAL
 from tests.support.leaving import Leaving
-from tests.support.runs import assert_same_state
 from tests.support.transitions import same
 
 LIMIT, LEAVE = 4, np.array([1, 3, 9])
@@ -41,7 +40,7 @@ def by_hand(dataset):
     agents = np.broadcast_to(np.arange(3), absent.shape)
     np.testing.assert_array_equal(dataset.obs, np.stack([np.broadcast_to(time[:, None], absent.shape), agents], -1))
     np.testing.assert_array_equal(dataset.next_obs, np.stack([np.broadcast_to(time[:, None] + 1, absent.shape), agents], -1))
-    np.testing.assert_array_equal(dataset.present, ~absent)
+    np.testing.assert_array_equal(dataset.valid, ~absent)
     np.testing.assert_array_equal(dataset.reward, np.where(absent, 0, dataset.action + 1))
     np.testing.assert_array_equal(dataset.terminated, time[:, None] + 1 >= LEAVE)
     np.testing.assert_array_equal(dataset.truncated & ~dataset.cut, time + 1 == LIMIT)
@@ -78,19 +77,7 @@ def test_every_step_of_all_agents_is_recorded(rows):
     data.check_spaces(rows, ENV)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", CONFIGS)
-def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
-    plain = train(algo)
-    result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
-    assert_same_state(result.state, plain.state)
-    for name, column in plain.history.items():
-        if name not in ("seconds", "steps_per_second"):
-            np.testing.assert_array_equal(result.history[name], column, err_msg=name)
-    if algo != "mappo":
-        by_hand(data.load(tmp_path / "run.npz"))
-
-
+@pytest.mark.long
 def test_a_trained_team_is_recorded(recorded, tmp_path):
     result = msrl.Result.load(recorded[1].parent / "run", env=ENV)  # type: ignore[arg-type]
     greedy = data.record(result, 41, tmp_path / "greedy.npz", epsilon=0, num_envs=4)
@@ -102,11 +89,11 @@ def test_a_trained_team_is_recorded(recorded, tmp_path):
     by_hand(half)
     chosen = np.asarray(result.act(msrl.envs.MaskedObservation(half.obs, half.action_mask)))
     # Of the random actions, 1 of 3 or 1 of 4 is the greedy one. Every agent explores by itself.
-    differs = (half.action != chosen) & half.present
+    differs = (half.action != chosen) & half.valid
     odds = 0.5 * (1 - 1 / half.action_mask.sum(-1))
-    spread = np.sqrt((odds * (1 - odds))[half.present].sum())
-    assert abs(differs.sum() - odds[half.present].sum()) < 4 * spread
-    both = half.present[:, 1] & half.present[:, 2]
+    spread = np.sqrt((odds * (1 - odds))[half.valid].sum())
+    assert abs(differs.sum() - odds[half.valid].sum()) < 4 * spread
+    both = half.valid[:, 1] & half.valid[:, 2]
     assert abs(np.corrcoef(differs[both, 1], differs[both, 2])[0, 1]) < 4 / np.sqrt(both.sum())
 
 
@@ -127,7 +114,7 @@ def test_gaps_and_ends_of_several_agents(rows):
     gone = dataclasses.replace(some, terminated=np.ones((4, 3), bool), truncated=np.zeros(4), cut=None)
     assert gone.ended.all() and not gone.cut.any() and not gone.truncated.any()
     twice = data.concatenate([rows, rows])
-    np.testing.assert_array_equal(twice.present, np.concatenate([rows.present, rows.present]))
+    np.testing.assert_array_equal(twice.valid, np.concatenate([rows.valid, rows.valid]))
 
 
 def test_learning_from_data_of_several_agents_is_refused(rows, walk):
@@ -135,23 +122,23 @@ def test_learning_from_data_of_several_agents_is_refused(rows, walk):
     for algo in ("bc", "dqn"):
         with pytest.raises(ValueError, match=facts):
             msrl.train(algo, "CartPole-v1", data=rows)
-    with pytest.raises(ValueError, match=r"are steps of 3 agents \(it has the field present\), but a data set buffer needs"):
+    with pytest.raises(ValueError, match=r"are steps of 3 agents \(it has the field valid\), but a data set buffer needs"):
         data.buffer(rows, batch_size=4)
     with pytest.raises(ValueError, match="reward of the data set is of one agent, and Leaving has 3 agents"):
         data.check_spaces(walk, ENV)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only one of the first data set and number 2 has present"):
+    with pytest.raises(ValueError, match="only one of the first data set and number 2 has valid"):
         data.concatenate([dataclasses.replace(rows, action_mask=None, next_action_mask=None), walk])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"present": None}, r"reward of a data set is float32\[120, 3\].* shape \[120\], or present too if there are several"),
-        ({"present": np.ones((120, 2))}, r"present of a data set is bool\[120, 2\].* an entry per agent.*\[120, 3\]"),
+        ({"valid": None}, r"reward of a data set is float32\[120, 3\].* shape \[120\], or valid too if there are several"),
+        ({"valid": np.ones((120, 2))}, r"valid of a data set is bool\[120, 2\].* an entry per agent.*\[120, 3\]"),
         ({"terminated": np.ones(120)}, r"terminated of a data set is bool\[120\].* so pass terminated with shape \[120, 3\]"),
         ({"truncated": np.ones((120, 3))}, r"truncated of a data set is bool\[120, 3\].* pass truncated with shape \[120\]"),
         ({"action": np.ones(120)}, r"action of a data set is float64\[120\].* pass action with shape \[120, 3\]"),
-        ({"present": np.full((120, 3), 2)}, r"present of a data set is .* with values other than 0 and 1"),
+        ({"valid": np.full((120, 3), 2)}, r"valid of a data set is .* with values other than 0 and 1"),
     ],
 )
 def test_arrays_that_do_not_fit_say_which(rows, change, message):
@@ -179,16 +166,3 @@ class Parted:
     @staticmethod
     def split(obs):
         return {"time": obs[:, 0], "who": obs[:, 1]}
-
-
-@pytest.mark.slow
-def test_parts_of_observations_of_several_agents_are_recorded(rows, tmp_path):
-    """The run is that of the vectors which the parts flatten to."""
-    result = train("mappo", env=Parted(), record=tmp_path / "run.npz")
-    dataset = data.load(tmp_path / "run.npz")
-    joined = {name: np.stack(list(getattr(dataset, name).values()), -1) for name in ("obs", "next_obs")}
-    same(dataclasses.replace(dataset, **joined, about=rows.about), rows)
-    assert list(dataset.columns)[:2] == ["obs/time", "obs/who"] and dataset.obs["who"].shape == (5 * 24, 3)
-    played = data.record(result, 50, tmp_path / "played.parquet", epsilon=0.5, num_envs=4)
-    assert data.load(tmp_path / "played.parquet").fingerprint() == played.fingerprint()
-    data.check_spaces(played, Parted())  # type: ignore[arg-type]

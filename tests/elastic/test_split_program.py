@@ -9,6 +9,7 @@ import msrl_jax as msrl
 from msrl_jax.elastic.packing import Packing, Sender, apply_changes
 from msrl_jax.elastic.split_program import split_program
 from tests.support.runs import plain
+from tests.support.slow import slow_unless
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
 
@@ -18,7 +19,7 @@ def experiment(algo, env="CartPole-v1", **config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algo", ["impala", "ppo"])
+@pytest.mark.parametrize("algo", ["impala", slow_unless(False, "ppo")])
 def test_the_halves_are_the_iteration(algo):
     """Two iterations of both halves are two of plain `jax.jit`."""
     program = split_program(experiment(algo))

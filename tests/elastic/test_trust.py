@@ -66,7 +66,8 @@ def test_a_learner_names_no_code_to_an_actor():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
-    msrl.train("impala", total_steps=64, num_envs=4, unroll_length=16, eval_episodes=0, out=folder, progress=False)
+    tiny = {"num_envs": 4, "unroll_length": 16, "hidden_sizes": (4,)}
+    msrl.train("impala", total_steps=64, eval_episodes=0, out=folder, progress=False, **tiny)
     return folder
 
 

@@ -93,9 +93,9 @@ def test_steps_without_an_answer_do_not_count():
 
         def step(self, state, action):
             x = self.values[state]
-            present, over = ~jnp.isnan(x), jnp.full(2, state == 3)
+            valid, over = ~jnp.isnan(x), jnp.full(2, state == 3)
             late = over & jnp.array([False, True])
-            t = envs.TimeStep(x, jnp.zeros(2), late, over & ~late, x, present, metrics=jnp.stack([x] * 4, 1))
+            t = envs.TimeStep(x, jnp.zeros(2), late, over & ~late, x, valid, metrics=jnp.stack([x] * 4, 1))
             return state + 1, t
 
         def pop_episodes(self, state):
@@ -167,6 +167,7 @@ def run(tiny, one_device, tmp_path_factory):
     return result, folder, lines
 
 
+@pytest.mark.long
 def test_history_evaluation_summary_and_data_have_them(run):
     result, folder, lines = run
     assert len(msrl.data.load(folder / "steps.npz")) == 2 * 4 * 64
@@ -252,7 +253,7 @@ def test_what_is_no_metric_is_refused_before_anything_compiles(case, monkeypatch
     assert envs.check(env).problems[0].startswith(message)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_check_finds_metrics_that_are_no_numbers():
     env = changed(metrics={"x": "sum"}, report=lambda self, s: {"x": jnp.log(s.place.astype(float))})
     (problem,) = envs.check(env, num_envs=2).problems

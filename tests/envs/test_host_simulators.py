@@ -16,9 +16,11 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.agents.action_spaces import check_bounded
-from msrl_jax.envs import GymnasiumEnvironment, host_simulators
+from msrl_jax.envs import GymnasiumEnvironment, episode_sums, workers
 from msrl_jax.envs.actions import action_transform
+from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState
 from tests.support import processes
+from tests.support.full_disk import no_file_above
 from tests.support.simulators import Counting, Parts
 from tests.support.slow import slow_unless
 
@@ -156,9 +158,9 @@ def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
     for _ in range(3):
         steps, _ = sim(seed, steps, np.ones(4, np.float32))
     steps[2] = 1
-    steps, (obs, reward, terminated, truncated, _, present) = sim(seed, steps, np.ones(4, np.float32))
-    assert present.tolist() == [True, True, False, True]
-    assert (truncated & ~present).tolist() == [False, False, True, False] and not terminated.any()
+    steps, (obs, reward, terminated, truncated, _, valid) = sim(seed, steps, np.ones(4, np.float32))
+    assert valid.tolist() == [True, True, False, True]
+    assert (truncated & ~valid).tolist() == [False, False, True, False] and not terminated.any()
     assert steps.tolist() == [4, 4, 2, 4] and obs[:, 1].tolist() == [4, 4, 1, 4]
     assert reward.tolist() == [1, 1, 0, 1]
 
@@ -168,22 +170,22 @@ def test_every_episode_that_begins_after_a_lost_step_is_another_one():
     steps, first = sim.reset(seed)
     begun = [first[0, 0]]
     for lost in (3, 8):
-        steps, (obs, *_, present) = sim(seed, steps + np.uint32(lost), np.ones(1, np.float32))
-        assert not present.any()
+        steps, (obs, *_, valid) = sim(seed, steps + np.uint32(lost), np.ones(1, np.float32))
+        assert not valid.any()
         begun.append(obs[0, 0])
     assert len(set(begun)) == 3
 
 
 def test_failures_count_in_a_row_alone(monkeypatch):
     """The environment fails in its third step each time that it is made again, more often than is tolerated in a row."""
-    monkeypatch.setattr(host_simulators, "_PAUSE", 0.001)
-    monkeypatch.setattr(host_simulators, "_TRIES", 3)
+    monkeypatch.setattr(workers, "_PAUSE", 0.001)
+    monkeypatch.setattr(workers, "_TRIES", 3)
     sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, 1000, raises_at=3), num_workers=1), 1)
     steps, _ = sim.reset(seed)
     answers = []
     for _ in range(24):
-        steps, (*_, present) = sim(seed, steps, np.ones(1, np.float32))
-        answers.append(bool(present[0]))
+        steps, (*_, valid) = sim(seed, steps, np.ones(1, np.float32))
+        answers.append(bool(valid[0]))
     assert answers.count(False) > 3 < answers.count(True)
 
 
@@ -192,12 +194,12 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
     factory = functools.partial(Counting, 1000, **{fault: 3}, once=str(tmp_path / "failed"))
     sim, seed = simulators(GymnasiumEnvironment(factory, num_workers=4, timeout=1.0))
     steps, _ = sim.reset(seed)
-    lost, present = np.zeros((4, 0), bool), np.ones(4, bool)
+    lost, valid = np.zeros((4, 0), bool), np.ones(4, bool)
     start = time.monotonic()
-    while time.monotonic() - start < 30 and not (lost.any() and present.all()):
-        steps, (obs, reward, _, truncated, _, present) = sim(seed, steps, np.ones(4, np.float32))
-        lost = np.c_[lost, ~present]
-        assert (truncated == ~present).all() and (reward == present).all()
+    while time.monotonic() - start < 30 and not (lost.any() and valid.all()):
+        steps, (obs, reward, _, truncated, _, valid) = sim(seed, steps, np.ones(4, np.float32))
+        lost = np.c_[lost, ~valid]
+        assert (truncated == ~valid).all() and (reward == valid).all()
         assert np.isfinite(obs).all()
         if lost.any():
             time.sleep(0.02)
@@ -210,7 +212,7 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
 
 @pytest.mark.long
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
-    monkeypatch.setattr(host_simulators, "_PAUSE", 0.001)
+    monkeypatch.setattr(workers, "_PAUSE", 0.001)
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
     sim, seed = simulators(env, 1)
     steps, _ = sim.reset(seed)
@@ -243,10 +245,10 @@ def test_a_step_does_not_wait_for_the_slowest():
     returned, dropped = [], 0
     total = np.zeros(8)
     for _ in range(120):
-        steps, (_, reward, terminated, truncated, _, present) = sim(seed, steps, np.ones(8, np.float32))
+        steps, (_, reward, terminated, truncated, _, valid) = sim(seed, steps, np.ones(8, np.float32))
         total += reward
-        dropped += (~present).sum()
-        assert not (truncated & ~present).any()  # nothing is lost
+        dropped += (~valid).sum()
+        assert not (truncated & ~valid).any()  # nothing is lost
         for e in np.flatnonzero(terminated | truncated):
             returned.append(total[e])
             total[e] = 0
@@ -305,6 +307,15 @@ def test_a_pool_that_nobody_holds_ends_its_workers():
     pids = [worker.process.pid for worker in sim.simulators._processes]
     del sim
     assert not any(map(alive, pids))
+
+
+def test_a_small_dev_shm_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    """Memory that is only reserved ends the process by SIGBUS when it is used."""
+    memory, file = workers._shared_memory(2**20)
+    assert len(memory) == 2**20 <= 512 * os.fstat(file).st_blocks
+    os.close(file)
+    with no_file_above(2**16), pytest.raises(OSError, match=r"for 1,048,576 bytes of the simulators; use fewer environments"):
+        workers._shared_memory(2**20)
 
 
 def test_constructors_of_the_main_module_and_closures_work():
@@ -404,19 +415,18 @@ def test_episode_statistics_leave_out_lost_episodes():
                 ([1, 0], [0, 0], [0, 0], [1, 0]),  # the second is late
                 ([1, 5], [1, 1], [0, 0], [1, 0]),  # the second catches up at its end
             ]
-            reward, terminated, truncated, present = (jnp.array(row) for row in zip(*rows, strict=True))
+            reward, terminated, truncated, valid = (jnp.array(row) for row in zip(*rows, strict=True))
             flags = (x[t].astype(bool) for x in (terminated, truncated))
             zero = jnp.zeros(2)
-            return t + 1, msrl.envs.TimeStep(zero, reward[t].astype(jnp.float32), *flags, zero, present[t].astype(bool))
+            return t + 1, msrl.envs.TimeStep(zero, reward[t].astype(jnp.float32), *flags, zero, valid[t].astype(bool))
 
         def pop_episodes(self, state):
             return state, {}
 
     env = msrl.envs.EpisodeStatistics(Scripted())
-    state = env_state = msrl.envs.vector_wrappers.EpisodeStatisticsState(0, *[jnp.zeros(2)] * 5)
+    state = EpisodeStatisticsState(0, episode_sums.begin(env, 2))
     for _ in range(4):
         state, _ = env.step(state, None)
     _, metrics = env.pop_episodes(state)
     assert [float(metrics[k].total) for k in ("episode_return", "episode_length")] == [2 + 7, 2 + 2]
     assert float(metrics["episode_return"].count) == 2
-    del env_state

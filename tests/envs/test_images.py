@@ -1,5 +1,7 @@
 """Images in other layouts than networks convolve: they are named, and `AsImage` mends them."""
 
+import sys
+
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -136,7 +138,7 @@ class Quarter(gymnasium.Env):
 
 
 @pytest.mark.long
-def test_images_of_simulators_are_told_of_and_mended(capfd):
+def test_images_of_simulators_are_told_of_and_mended(capfd, monkeypatch):
     plain = envs.GymnasiumEnvironment(Quarter, name="Quarter", num_workers=1)
     run = {
         "num_envs": 4, "unroll_length": 5, "num_minibatches": 1, "num_epochs": 1, "hidden_sizes": (8,), "total_steps": 20,
@@ -144,7 +146,9 @@ def test_images_of_simulators_are_told_of_and_mended(capfd):
     }  # fmt: skip
     assert any("AsImage" in note for note in envs.check(plain, steps=6).notes)
     told = "the observations of Quarter looks like an image, uint8[4, 40, 40], but networks convolve"
-    msrl.train("ppo", plain, **run)
+    with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):
+        patch.setattr(sys.modules["msrl_jax.run.training"], "_begin", None)  # what is said before it is enough
+        msrl.train("ppo", plain, **run)
     assert capfd.readouterr().err.startswith(told)
     env = envs.AsImage(plain)
     result = msrl.train("ppo", env, **run)
@@ -156,6 +160,7 @@ def test_images_of_simulators_are_told_of_and_mended(capfd):
     assert report.ok and not any("AsImage" in note for note in report.notes), report
 
 
+@pytest.mark.slow
 def test_vectors_of_simulators_are_flattened():
     class Parts(Quarter):
         observation_space = gymnasium.spaces.Dict({"side": gymnasium.spaces.Discrete(2)})

@@ -53,7 +53,7 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
         reward = np.where(absent, 0, actions[t] + 1)
         episode += reward
         np.testing.assert_array_equal(steps.reward[t], reward)
-        np.testing.assert_array_equal(steps.present[t], [~absent] * 2)
+        np.testing.assert_array_equal(steps.valid[t], [~absent] * 2)
         gone = absent | (time == leave)
         np.testing.assert_array_equal(steps.terminated[t], [gone] * 2)
         truncated = time == limit
@@ -77,8 +77,8 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
         mean = metrics[f"episode_return{team}"]
         assert mean.total / mean.count == pytest.approx(values.mean())
     assert metrics["episode_length"].total / metrics["episode_length"].count == np.mean(lengths)
-    assert not state.return_sum.any() and not state.num_episodes.any()
-    np.testing.assert_array_equal(state.episode_return, episode)
+    assert not state.episodes.return_sum.any() and not state.episodes.num_episodes.any()
+    np.testing.assert_array_equal(state.episodes.episode_return, episode)
 
 
 def test_vectorize_tells_several_agents_from_one_by_their_names():
@@ -92,7 +92,7 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
         venv.step(state, jnp.zeros(4, jnp.int32))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_nothing():
     venv = envs.vectorize(Leaving(), 16)
     actions = jnp.asarray(np.random.default_rng(0).integers(0, 3, (8, 16, 3)), jnp.int32)
@@ -192,7 +192,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "action", "message", "teams"), [*((*f, {}) for f in FAULTS), (*FAULTS[0], {"first": (0, 2), "second": (1,)})]
+    ("kind", "action", "message", "teams"),
+    [
+        (*FAULTS[0], {"first": (0, 2), "second": (1,)}),
+        *(pytest.param(*fault, {}, marks=pytest.mark.long) for fault in FAULTS[:-1]),
+        (*FAULTS[-1], {}),
+    ],
 )
 def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
     venv = envs.vectorize_agents(Faulty(kind), 2, teams)

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax import envs
 from msrl_jax.envs import param_distributions
-from msrl_jax.envs.params import means
-from tests.support.compiled import exchanges
+from msrl_jax.envs.param_sources import means
 from tests.support.leaving import Leaving
 from tests.support.slow import mostly_slow
 
@@ -213,15 +211,6 @@ def test_several_agents():
         np.testing.assert_array_equal(np.diff([-1, *ends]), limit[ends, copy])
     assert set(limit.ravel()) == {2, 3, 4, 5}
     assert "env_params/limit" in venv.pop_episodes(state)[1]
-
-
-@pytest.mark.long
-def test_copies_on_devices_of_their_own_need_no_communication():
-    venv = envs.vectorize(envs.RandomizeParams(Weighing(), {"weight": envs.uniform(1, envs.ramp(2, 3, 100))}), 16)
-    mesh = jax.make_mesh((8,), ("env",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = NamedSharding(mesh, PartitionSpec("env"))
-    args = jax.device_put((venv.reset(jax.random.key(0))[0], jnp.zeros(16, jnp.int32)), split)
-    assert not exchanges(jax.jit(venv.step, in_shardings=split, out_shardings=split).lower(*args).compile())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.envs.masks import MaskedObservation
-from msrl_jax.envs.privileged import PrivilegedObservation, actor_obs, critic_part, with_privileged, with_privileged_of
+from msrl_jax.envs.privileged import PrivilegedObservation, actor_obs, with_privileged, with_privileged_of
 from msrl_jax.envs.suites.brax_env import limited
 from tests.support.privileged import Seen, Unseen, cartpole
 
@@ -32,8 +32,8 @@ def test_the_two_parts_of_observations_with_and_without_masks():
     obs, state, mask = jnp.ones(2), jnp.zeros(3), jnp.array([True, False])
     both = PrivilegedObservation(obs, state)
     masked = MaskedObservation(both, mask)
-    assert actor_obs(both) is obs and critic_part(both) is state and critic_part(masked) is state
-    assert actor_obs(masked) == (obs, mask) and actor_obs(obs) is obs and critic_part(MaskedObservation(obs, mask)) is obs
+    assert actor_obs(both) is obs
+    assert actor_obs(masked) == (obs, mask) and actor_obs(obs) is obs
     assert with_privileged_of(masked, 5) == ((5, state), mask) and with_privileged_of(obs, 5) == 5
 
 

@@ -101,7 +101,7 @@ def test_a_step_computes_one_reset_for_each_group(ratio, num_envs, resets):
     assert list(sorted_shapes(jaxpr)) == [(resets, 7)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_groups_on_devices_of_their_own_need_no_communication():
     venv = envs.vectorize(envs.ResetPool(Dice(), 2), 16)
     mesh = jax.make_mesh((8,), ("env",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -75,8 +75,8 @@ def test_episode_statistics_equal_a_plain_loop(raw):
     # Draining again gives nothing, and has not touched the episodes that are under way.
     state, metrics = venv.pop_episodes(state)
     assert metrics["episode_return"].count == metrics["episode_return"].total == 0
-    np.testing.assert_allclose(state.episode_return, running_return, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(state.episode_length, running_length)
+    np.testing.assert_allclose(state.episodes.episode_return, running_return, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(state.episodes.episode_length, running_length)
 
 
 def test_observations_are_normalized_by_the_mean_and_variance_of_all_so_far(raw):

@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.small_runs import relative_difference
 
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
@@ -40,6 +40,7 @@ def play(env, word, words):
     return seen[1:]
 
 
+@pytest.mark.long
 def test_the_oracle_answers_by_the_table_and_each_answer_but_the_last_costs_one():
     words = "is it soft yes has it legs what is it chair no"  # actions while the oracle speaks are not heard
     answers = {"chair": ("no", "yes", "yes"), "cat": ("yes", "yes", "no"), "pen": ("no", "no", "no")}
@@ -59,6 +60,7 @@ def dialogues(number=6, env=ENV):
     return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(0), number))
 
 
+@pytest.mark.long
 def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
     found = jax.device_get(dialogues(400, game.TwentyQuestions(8)))
     assert found.reward.sum(-1).min() == -8 and found.reward.sum(-1).max() == 0
@@ -94,6 +96,7 @@ def whole(net, params, turns):
     return net.apply(params, turns.reshape(len(turns), n), np.arange(n), distance)
 
 
+@pytest.mark.slow
 def test_tokens_from_the_memory_are_those_of_a_whole_pass():
     net, params = transformer()
     memory, token, seen = game.silence(net, 4), jnp.arange(4), []
@@ -113,6 +116,7 @@ def replaced(turns, others, turn):
     return turns.at[:, turn, 1:].set(others[:, turn])
 
 
+@pytest.mark.slow
 def test_other_utterances_are_read_as_if_they_stood_in_the_dialogue():
     net, params = transformer()
     turns = dialogues().turns
@@ -212,10 +216,8 @@ def assert_first_step(after, name, before, gradient, rate):
     assert norm > 1e-3
 
 
-@pytest.mark.parametrize(
-    "method",
-    [pytest.param("archer", marks=pytest.mark.long), *(pytest.param(x, marks=pytest.mark.slow) for x in ("cloning", "ppo"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["archer", "cloning", "ppo"])
 def test_the_first_updates_are_the_plain_ones(method):
     given = {"critic_updates": 0} if method == "cloning" else {}
     config, _, state = agent_and_state(method, **given)
@@ -319,7 +321,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
     np.testing.assert_array_equal(metrics["episode_return"].mean(()), on_one_device[1]["episode_return"].mean(()))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     plan = compiled(APART, 8).explain().to_dict()
     placed = {each["name"]: each["placement"] for each in plan["fragments"]}
@@ -328,6 +330,7 @@ def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     assert {placed[name] for name in ("speak", "listen")} == {"actors"}
 
 
+@pytest.mark.long
 def test_bad_input_is_refused_at_once():
     with pytest.raises(ValueError, match=r"TwentyQuestions\(turns=0\): use at least 1, for a guess"):
         game.TwentyQuestions(turns=0)
@@ -346,7 +349,7 @@ def test_bad_input_is_refused_at_once():
         compiled(APART, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trained_agent_plays_greedily_with_its_memory_and_the_figure_has_a_curve_for_each_method():
     result = msrl.train(agent_and_state()[0], ENV, total_steps=3 * 8 * H * (U + 1), chunk=1, progress=False)
     assert -H <= result.evaluate(4).returns.min() <= result.evaluate(4).returns.max() <= 0

@@ -6,7 +6,7 @@ from unittest import mock
 import jax
 import pytest
 
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 
 COUNTS = {
     "archer": ["--seeds", "--cpu-devices"], "contrastive_rl": ["--seeds", "--episodes", "--cpu-devices"],

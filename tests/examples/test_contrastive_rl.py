@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.bits import Bits
 from tests.support.compiled import collectives
 from tests.support.off_policy import SMALL, B, adam, assert_close, counting, drawn, plain_mlp, plain_policy, start
@@ -114,6 +114,7 @@ def test_an_update_is_the_plain_one_of_the_whole_batch_wherever_its_parts_lie(po
         assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
 
 
+@pytest.mark.slow
 def test_devices_exchange_goals_of_the_batch_and_one_gradient():
     found = collectives(counted(build()[0]))
     assert B * R in [size for kind, size in found if kind == "all-gather"]

@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.keys import key_uses, reused_keys
 from tests.support.small_runs import relative_difference
 
@@ -74,11 +74,12 @@ def drawn(policy, key, params, tasks, rollouts, steps):
     obs = jax.random.normal(keys[0], (*shape, 2))
     mean, log_deviation = policy.apply(params, obs)
     action = mean + jnp.exp(log_deviation) * jax.random.normal(keys[1], (*shape, 2))
-    present = jnp.ones(shape, bool).at[2:, :, -1].set(False)
+    valid = jnp.ones(shape, bool).at[2:, :, -1].set(False)
     log_prob = example.log_prob((mean, log_deviation), action)
-    return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), present)
+    return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), valid)
 
 
+@pytest.mark.long
 def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
     with jax.enable_x64(True):
         policy = example.Gaussian(2, (5,))
@@ -91,16 +92,17 @@ def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(flat), differences, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_steps_after_the_end_of_an_episode_count_for_nothing():
     policy = example.Gaussian(2, (5,))
     params = policy.init(jax.random.key(0), jnp.zeros(2))
     before, after = (drawn(policy, jax.random.key(seed), params, 3, 4, 5) for seed in (1, 2))
-    assert not before.present.all()
+    assert not before.valid.all()
 
     @jax.jit
     def gradient(change):
         other = [
-            x._replace(obs=jnp.where(x.present[..., None], x.obs, x.obs + change), advantage=x.advantage + change * ~x.present)
+            x._replace(obs=jnp.where(x.valid[..., None], x.obs, x.obs + change), advantage=x.advantage + change * ~x.valid)
             for x in (before, after)
         ]
         return jax.grad(lambda params: example.meta_loss(policy.apply, params, *other, 0.3, 0.2))(params)
@@ -111,16 +113,16 @@ def test_steps_after_the_end_of_an_episode_count_for_nothing():
 def test_advantages_are_returns_to_go_less_a_ridge_regression_on_place_and_time():
     rng = np.random.default_rng(0)
     obs, reward = rng.normal(size=(6, 5, 2)), rng.normal(size=(6, 5))
-    present = np.arange(6)[:, None] < np.array([6, 6, 3, 1, 6])
-    reward *= present
-    returns = sum(0.9**k * np.vstack([reward[k:], np.zeros((k, 5))]) for k in range(6))[present]
+    valid = np.arange(6)[:, None] < np.array([6, 6, 3, 1, 6])
+    reward *= valid
+    returns = sum(0.9**k * np.vstack([reward[k:], np.zeros((k, 5))]) for k in range(6))[valid]
     time = np.broadcast_to(np.arange(6)[:, None, None] / 6, (6, 5, 1))
-    x = np.concatenate([time**0, time, time**2, time**3, obs, obs**2], -1)[present]
-    ridge = np.sqrt(1e-3 * present.sum()) * np.eye(8)
+    x = np.concatenate([time**0, time, time**2, time**3, obs, obs**2], -1)[valid]
+    ridge = np.sqrt(1e-3 * valid.sum()) * np.eye(8)
     weights = np.linalg.lstsq(np.vstack([x, ridge]), np.append(returns, np.zeros(8)), rcond=None)[0]
     rest = returns - x @ weights
-    found = jax.jit(example.advantages)(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(present), 0.9)
-    np.testing.assert_allclose(found[present], (rest - rest.mean()) / rest.std(), rtol=1e-3, atol=1e-4)
+    found = jax.jit(example.advantages)(*(jnp.asarray(x, jnp.float32) for x in (obs, reward)), jnp.asarray(valid), 0.9)
+    np.testing.assert_allclose(found[valid], (rest - rest.mean()) / rest.std(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_point_moves_by_at_most_a_tenth_and_ends_near_its_goal():
@@ -166,6 +168,7 @@ class Paying:
         return state, state, jnp.asarray(self.pay), state[0] >= self.length, jnp.asarray(False)
 
 
+@pytest.mark.slow
 def test_both_phases_play_one_task_up_to_its_end_and_each_iteration_others():
     agent = counted(example.MAML(**SMALL).build(envs.RandomizeParams(Paying(), {"pay": envs.uniform(1.0, 2.0)})))
     state, pays = agent.init(jax.random.key(0)), []
@@ -223,7 +226,7 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
         np.testing.assert_allclose(metrics[name].mean(()), on_one_device[1][name].mean(()), rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "placement"), [(APART, "adapters"), pytest.param("SingleLearnerCoarse", "actors", marks=pytest.mark.slow)]
 )

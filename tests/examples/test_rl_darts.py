@@ -176,7 +176,7 @@ def test_eight_devices_search_as_one_does(algorithm, policy):
         assert relative_difference(a, before) > 1e-3 or not np.any(a)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", pytest.param("dqn", marks=pytest.mark.slow)])
 def test_a_search_trains_the_cell_that_it_finds_and_is_drawn(algorithm, monkeypatch):
     monkeypatch.setattr(example, "ALGORITHMS", {algorithm: small(algorithm, "auto")})

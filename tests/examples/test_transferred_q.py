@@ -69,6 +69,7 @@ def design(data, task, stage):
     return np.hstack([np.ones_like(actions), states, actions, actions * states])
 
 
+@pytest.mark.long
 def test_the_estimate_is_that_of_the_paper_written_out():
     state = example.initial_state(0, SMALL, 3)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)
@@ -124,6 +125,7 @@ def test_eight_devices_compute_the_bits_of_one_at_the_sizes_of_the_page(policy, 
     jax.tree.map(np.testing.assert_array_equal, outcome(setting, policy, 8, seed), outcome(setting, "GPUOnly", 1, seed))
 
 
+@pytest.mark.long
 def test_without_sources_the_estimate_is_the_lasso_of_the_target():
     state = example.initial_state(0, SMALL, 0)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)

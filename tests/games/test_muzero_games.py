@@ -13,7 +13,6 @@ from msrl_jax.games.matches import _of_result
 from msrl_jax.games.muzero import searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
-from msrl_jax.run import DivergedError
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
 from tests.support.searches import apart
@@ -102,6 +101,7 @@ def test_the_turns_of_both_players_have_to_alternate(game):
     assert np.isnan(t.reward).all()
 
 
+@pytest.mark.long
 def test_the_steps_of_games_are_recorded(game):
     """What both players see, and both actions, as of other algorithms for several agents."""
     venv = OneMover(vectorize_turns("muzero", RecordedEnvironment(game, 4), 2), game)
@@ -112,12 +112,6 @@ def test_the_steps_of_games_are_recorded(game):
     np.testing.assert_array_equal(after.rows.action[0][jnp.arange(2), 1 - player], [9, 9])
     np.testing.assert_array_equal(after.rows.obs.obs[0][jnp.arange(2), player], obs.obs)
     np.testing.assert_array_equal(after.obs.obs[jnp.arange(2), 1 - player], t.obs.obs)
-
-
-@pytest.mark.slow
-def test_a_run_of_a_game_whose_turns_do_not_alternate_halts_and_says_so():
-    with pytest.raises(DivergedError, match=r"environment \d let a player move twice in a row \(turns alternate in games"):
-        msrl.train("muzero", Twice(), total_steps=128, eval_episodes=0, devices=jax.devices()[:1], **SMALL)
 
 
 @pytest.mark.long
@@ -209,7 +203,7 @@ def test_games_that_do_not_fit_are_refused(env, message):
 
 @pytest.mark.long
 def test_an_agent_plays_both_seats_and_searches_in_them(game, tmp_path):
-    result = msrl.train("muzero", GAME, total_steps=320, eval_episodes=4, devices=jax.devices()[:1], **SMALL)
+    result = msrl.train("muzero", GAME, total_steps=320, eval_episodes=0, devices=jax.devices()[:1], **SMALL)
     assert set(result.history) >= {"episode_draw", "episode_player_0_wins"} and (result.evaluate(4).returns == 0).all()
     searching = with_search(msrl.Result.load(result.save(tmp_path / "run")), 8)
     assert isinstance(searching, msrl.Result) and searching.config.act_simulations == 8
@@ -221,7 +215,7 @@ def test_an_agent_plays_both_seats_and_searches_in_them(game, tmp_path):
         assert action[waits] == 9 and action[moves] < 9 and policy[waits, 9] > 0.999 and policy[moves, 9] == 0
         drawn = player.act(jax.tree.map(lambda x: jnp.stack([x] * 64), masked), jax.random.key(1))
         assert drawn.shape == (64, 2) and len(set(np.asarray(drawn)[:, moves])) > 3
-    assert match(game, searching, minimax(game, 1), games=8).finished.all()
+    assert match(game, searching, minimax(game, 1), games=2).finished.all()
 
 
 @pytest.mark.slow

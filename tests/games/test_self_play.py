@@ -176,7 +176,7 @@ def test_only_the_learners_seat_teaches():
             reward=normal(4, 8, 2, 1)[..., 0],
             terminated=np.ones((4, 8, 2), bool),
             truncated=np.zeros((4, 8), bool),
-            present=np.ones((4, 8, 2), bool) & ~changed | (rng.random((4, 8, 2)) < 0.5),
+            valid=np.ones((4, 8, 2), bool) & ~changed | (rng.random((4, 8, 2)) < 0.5),
             final_obs=normal(4, 8, 2, 1),
             final_state=np.zeros((4, 8, 2), np.float32),
         )

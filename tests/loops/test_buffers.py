@@ -1,7 +1,6 @@
 """Batches from two sources: exact shares, equal runs under all policies, and no data in programs or checkpoints."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -167,23 +166,6 @@ def trained(tmp_path_factory):
     config = DQN | {"data": str(folder / "anywhere.npz")}
     run = lambda **more: msrl.train("dqn", "CartPole-v1:max_steps_in_episode=9", total_steps=256, **options, **config | more)  # noqa: E731
     return run, run(out=folder / "run"), folder / "run"
-
-
-@pytest.mark.long
-def test_a_run_is_loaded_without_its_data(trained):
-    _, result, folder = trained
-    data_leaves = [p for p in jax.tree.leaves_with_path(result.state) if "data" in jax.tree_util.keystr(p[0])]
-    assert len(data_leaves) >= 6
-    loaded = msrl.Result.load(folder)
-    assert loaded.config.data is None and loaded.state.data == ()
-    described = json.loads((folder / "config.json").read_text())["config"]
-    assert described["data"].endswith("anywhere.npz") and described["data_fraction"] == 0.5
-    saved = [str(p) for p in (folder / "checkpoint").rglob("*") if "data.items" in str(p) or ".data." in str(p)]
-    assert not saved
-    obs = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
-    np.testing.assert_array_equal(loaded.act(obs), result.act(obs))
-    np.testing.assert_array_equal(loaded.evaluate(4).returns, result.evaluate(4).returns)
-    np.testing.assert_array_equal(loaded.state.pending.td_error, result.state.pending.td_error)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ OPTIONS = {"num_envs": E, "unroll_length": 1, "num_updates": 1, "batch_size": 16
 GREEDY = {"exploration.steps": STARTS, "exploration.final": 0.0}
 
 
-@pytest.mark.parametrize("name", [pytest.param("sac", marks=pytest.mark.long), "dqn"])
+@pytest.mark.parametrize("name", [pytest.param("sac", marks=pytest.mark.slow), "dqn"])
 def test_actions_follow_the_network_from_the_first_update_on(name):
     """Random actions are the same for all parameters; others are not."""
     config = algorithms.make(name, {"replay.learning_starts": STARTS} | OPTIONS | (GREEDY if name == "dqn" else {}))

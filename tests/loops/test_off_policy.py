@@ -114,10 +114,10 @@ def test_the_ratio_of_updates_to_steps_is_met_exactly(states):
 
 def test_errors_of_windows_with_absent_steps_do_not_reach_the_priorities():
     """Half of the environments answer no step; whatever the rule makes of their windows is no error."""
-    item = replay.Transition(*[jnp.zeros(())] * 3, *[jnp.bool_(0)] * 2, jnp.zeros(()), present=jnp.bool_(0))
+    item = replay.Transition(*[jnp.zeros(())] * 3, *[jnp.bool_(0)] * 2, jnp.zeros(()), valid=jnp.bool_(0))
     buffer = replay.prioritized(item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, beta=0.5)
     items = jax.tree.map(lambda x: jnp.zeros((T, E), x.dtype), item)._replace(
-        present=jnp.broadcast_to(jnp.arange(E) % 2 > 0, (T, E))
+        valid=jnp.broadcast_to(jnp.arange(E) % 2 > 0, (T, E))
     )
 
     def update(learner, batch):

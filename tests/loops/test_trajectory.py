@@ -10,7 +10,7 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.trajectory import next_values
-from msrl_jax.networks.layers import flatten, unflatten
+from msrl_jax.networks.unrolls import flatten, unflatten
 
 T, E = 3, 4
 

@@ -96,7 +96,7 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
         PPO(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3),
         Categorical(as_float32(logits)),
         as_float32(value),
-        SimpleNamespace(action=jnp.asarray(action), log_prob=as_float32(log_prob), present=None),
+        SimpleNamespace(action=jnp.asarray(action), log_prob=as_float32(log_prob), valid=None),
         advantage=as_float32(advantage),
         old_value=as_float32(old_value),
         target=as_float32(target),

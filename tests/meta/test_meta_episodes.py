@@ -41,6 +41,7 @@ def played(env, seed=0):
     return states, obs, actions, outcome
 
 
+@pytest.mark.long
 def test_they_are_environments():
     report = envs.check(RL3)
     assert report.ok, report

@@ -7,9 +7,8 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import counted
-from msrl_jax.networks.layers import CustomNetworks
+from msrl_jax.networks.custom import CustomNetworks
 from msrl_jax.networks.modules import as_network
-from tests.support.compiled import collectives
 from tests.support.modules import FORMS, Head
 from tests.support.off_policy import (
     B,
@@ -18,7 +17,6 @@ from tests.support.off_policy import (
     build,
     counting,
     drawn,
-    num_params,
     one,
     plain_policy,
     wide,
@@ -111,16 +109,6 @@ def compare_update_of_sac(env, config, state, after, metrics):
         value, gradient = jax.jit(jax.value_and_grad(loss))(params[name])
         np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
         assert_close(after.params[name], adam(params[name], state.opt_state[name], gradient, config))
-
-
-@pytest.mark.slow
-def test_devices_exchange_statistics_and_gradients_alone():
-    agent, _ = build("sac", RandomWalk(True), batch_norm=True)
-    found = collectives(counted(agent))
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    of_statistics = sum(x.size for x in jax.tree.leaves(state.target_params))
-    assert {kind for kind, _ in found} == {"all-reduce"}  # steps and the steps after them stay where they are
-    assert num_params(agent) + of_statistics <= sum(size for _, size in found) <= num_params(agent) + 2 * of_statistics + 8
 
 
 @pytest.mark.parametrize(

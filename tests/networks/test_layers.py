@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.kernels.networks import convolve, matmul
+from msrl_jax.kernels.convolution import convolve
+from msrl_jax.kernels.networks import matmul
 
 
 def normal(*shapes):

@@ -9,8 +9,8 @@ from flax import linen, nnx
 
 import msrl_jax as msrl
 from msrl_jax.envs import Box, Dict
-from msrl_jax.networks.layers import make_torso
 from msrl_jax.networks.modules import as_network
+from msrl_jax.networks.torso import make_torso
 from tests.support import modules
 
 KEY = jax.random.key(3)
@@ -151,7 +151,7 @@ def test_configs_take_names_and_modules_and_nothing_misspelt():
         msrl.algorithms.PPO(network="mpl")
     with pytest.raises(TypeError, match=r"network=\w+ is a module that has its parameters; give a function of a key that"):
         msrl.algorithms.PPO(network=modules.equinox_module(KEY, OBS))
-    with pytest.raises(TypeError, match="has no init and apply"):
+    with pytest.raises(TypeError, match=r"is no network yet; msrl_jax\.algorithms\.build"):
         make_torso(Box(-1, 1, (4,)), msrl.algorithms.PPO(network=modules.nnx_module))
 
 

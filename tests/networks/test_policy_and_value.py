@@ -10,8 +10,9 @@ import pytest
 from msrl_jax.algorithms import PPO
 from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.networks.layers import ACTIVATIONS, make_torso
+from msrl_jax.networks.layers import ACTIVATIONS
 from msrl_jax.networks.policy_and_value import policy_and_value
+from msrl_jax.networks.torso import make_torso
 
 CONFIG = PPO(hidden_sizes=(8, 6))
 FLAT = PPO(hidden_sizes=(8, 6), network="mlp")

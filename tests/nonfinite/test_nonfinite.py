@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import tempfile
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.nonfinite import Failure
 from msrl_jax.nonfinite.origin import find_origin
+from msrl_jax.nonfinite.search import explain
 from msrl_jax.run import DivergedError
+from msrl_jax.run.loop.guard import Finding
 from tests.support.guarded_envs import Faulty
 from tests.support.guarded_runs import APART, TOGETHER, WHERE, run
 
@@ -119,3 +123,13 @@ def test_a_constant_that_is_not_finite_is_named(name):
     said = str(Failure.of(origin, 1, False))
     assert (f"from finite operands and the constant {constant}. The" in said) == (constant is not None)
     assert "one by one" not in said
+
+
+def test_the_finding_stays_where_no_temporary_file_can_be_written(monkeypatch):
+    """A run without a folder writes its first bad step to a temporary one."""
+    found = SimpleNamespace(iteration=3, member=None, origin=SimpleNamespace(fragment="learn"))
+    monkeypatch.setattr("msrl_jax.nonfinite.search._failure", lambda run, guard: found)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    told = explain(SimpleNamespace(path=None), Finding("loss", None, 4, None), None)
+    assert (told.iteration, told.failure, told.replay) == (3, found, None)
+    assert told.note.startswith("The step could not be written: ") and "/nowhere" in told.note

@@ -103,7 +103,7 @@ def test_each_fit_values_the_first_observations_of_its_own_episodes():
     np.testing.assert_allclose(found.interval, found.values.mean() + np.array([-half, half]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*still changed")
 def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
     """The drawn episodes differ in length, so that those of most fits are filled up, with row 0."""
@@ -154,7 +154,7 @@ def test_rewards_of_any_size():
     assert found.value == pytest.approx(3e38 * value_by_hand([1, 1, 0, 0]), abs=0.03 * 3e38)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_fits_that_are_not_done_warn():
     with pytest.warns(UserWarning, match=r"still changed by .* use FittedQ with a larger num_updates or tau"):
         found = fitted_q(Ring(), acting([0] * STATES), ring_data(), dataclasses.replace(SMALL, num_updates=400, tau=0.005))

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli
-from msrl_jax.configs.config import ALGORITHMS
+from msrl_jax.registry.table import ALGORITHMS
 from tests.support.runs import ENV, RUNS, stop_after
 
 PPO = RUNS["ppo"][2]
@@ -62,9 +62,27 @@ def test_a_changed_file_is_run_again(folder):
     assert algorithms.get(str(path.absolute())) is before is algorithms.get("my_ppo.py:PPO") is algorithms.get("my_ppo")
     path.write_text(path.read_text().replace("default=3e-3", "default=2e-3"))
     assert algorithms.get("my_ppo.py")().learning_rate == 2e-3 and before().learning_rate == 3e-3
+    path.write_text(path.read_text().replace("default=2e-3", "default=1e-3"))
+    assert algorithms.get("my_ppo")().learning_rate == 1e-3  # as a run that goes on finds it
+    path.write_text(path.read_text().replace("class PPO", "class Mine"))
+    assert algorithms.get("my_ppo.py") is algorithms.get("my_ppo") and algorithms.get("my_ppo").__name__ == "Mine"
     path.write_text("import nothing_like_it\n")
     with pytest.raises(ValueError, match=r"my_ppo.py, line 1: ModuleNotFoundError: No module named 'nothing_like_it'"):
         algorithms.get("my_ppo.py")
+
+
+def test_a_file_that_failed_is_run_again_once_it_is_corrected(folder, monkeypatch):
+    path = algorithms.copy("ppo", "my_ppo.py")
+    good = path.read_text()
+    path.write_text(f"{good}\nraise KeyError('the last line')\n")  # the config has its name by then
+    with pytest.raises(ValueError, match="KeyError: 'the last line'; correct the file"):
+        algorithms.get("my_ppo.py")
+    monkeypatch.syspath_prepend(folder)
+    with pytest.raises(KeyError):
+        importlib.import_module("my_ppo")
+    path.write_text(good)
+    importlib.invalidate_caches()
+    assert algorithms.get("my_ppo.py") is algorithms.get("my_ppo")
 
 
 def test_a_file_is_the_module_that_a_program_has_imported(folder, monkeypatch):

@@ -94,7 +94,7 @@ def transition(items, t, env, goal, length):
 
 CASES = [
     ("future", 3, replay.prioritized),
-    ("final", 1, replay.uniform),
+    pytest.param("final", 1, replay.uniform, marks=pytest.mark.long),
     pytest.param("episode", 2, replay.uniform, marks=pytest.mark.long),
     pytest.param("geometric", 1, replay.uniform, marks=pytest.mark.long),
 ]

@@ -63,7 +63,7 @@ def test_seeds_are_buffers_of_their_own():
     jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(lambda *x: jnp.stack(x), *alone))
 
 
-@pytest.mark.parametrize("make", [pytest.param(replay.uniform, marks=pytest.mark.long), replay.prioritized])
+@pytest.mark.parametrize("make", [pytest.param(replay.uniform, marks=pytest.mark.slow), replay.prioritized])
 def test_costs_do_not_grow_with_the_capacity(make):
     def costs(capacity):
         buffer = make(EXAMPLE, **{**SIZES, "capacity": capacity}, length=3, discount=0.9, shards=1)

@@ -133,10 +133,10 @@ def test_a_buffer_is_ready_from_its_least_size_on(arguments, min_steps):
 
 def test_a_window_with_an_absent_step_has_no_weight():
     """Wherever in the window it is; one step of one environment of four is absent."""
-    example = EXAMPLE._replace(present=jnp.bool_(0))
+    example = EXAMPLE._replace(valid=jnp.bool_(0))
     buffer = replay.uniform(example, capacity=6 * NUM_ENVS, num_envs=NUM_ENVS, unroll_length=6, batch_size=16, length=3)
     items = steps(np.random.default_rng(0), 6, NUM_ENVS, 0)
-    items = items._replace(present=jnp.ones((6, NUM_ENVS), bool).at[3, 2].set(False))
+    items = items._replace(valid=jnp.ones((6, NUM_ENVS), bool).at[3, 2].set(False))
     state = jax.jit(buffer.insert)(buffer.init(), items)
     batch = jax.jit(jax.vmap(buffer.sample, (None, 0)))(state, jax.random.split(jax.random.key(0), 16))
     absent = (batch.indices.env == 2) & (batch.indices.step >= 1) & (batch.indices.step <= 3)

@@ -129,6 +129,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_a_run_is_profiled_as_it_ran_and_its_page_shows_it(folder, tmp_path, capsys):
     few = ["--iterations", "1", "--repeats", "1"]
     assert main(["profile", "--run", str(folder), *few, "--json"]) == 0

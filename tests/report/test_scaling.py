@@ -58,13 +58,6 @@ def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_
     assert arriving["learners"] > 3.5 * rows[0]["bytes_arriving"]["learners"]  # one learner receives the steps of all
 
 
-@pytest.mark.slow
-def test_a_split_server_holds_less_on_each_device():
-    policies = [f"Central:workers=4,shards={shards}" for shards in (1, 4)]
-    whole, part = (scaled(policy, ["cpu:8"], hidden_sizes=(64, 64))[0]["memory"]["server"] for policy in policies)
-    assert whole / 4.5 < part < whole / 3
-
-
 def test_the_table_shows_every_placement(apart):
     text = format_table(apart[:1])
     assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
@@ -88,6 +81,7 @@ def explain(capsys, *flags):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.long
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does

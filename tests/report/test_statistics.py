@@ -22,7 +22,7 @@ TASKS = [RNG.normal(1.0, 0.3, 10), RNG.normal(2.0, 1.0, 10), RNG.exponential(1.0
 OTHERS = [task + 0.4 for task in TASKS]
 
 
-def by_hand(statistic, count=8_000):
+def by_hand(statistic, count=2_000):
     """The 95% interval of a statistic of all scores: in each of many loops, the seeds of every task are drawn anew."""
     rng, drawn = np.random.default_rng(3), []
     for _ in range(count):

@@ -198,12 +198,12 @@ def test_on_policy_the_corrections_vanish(trajectory, discount, lambda_):
 
 
 def absent(trajectory, how_often, seed):
-    """Which steps are present; and a trajectory whose episodes end at absent steps and before them, as `present` promises."""
+    """Which steps are present; and a trajectory whose episodes end at absent steps and before them, as `valid` promises."""
     reward, value, next_value, terminated, truncated, log_ratio = trajectory
-    present = np.random.default_rng(seed).random((T, E)) >= how_often
-    cut = truncated | ~present | np.concatenate([~present[1:], np.zeros((1, E), bool)])
+    valid = np.random.default_rng(seed).random((T, E)) >= how_often
+    cut = truncated | ~valid | np.concatenate([~valid[1:], np.zeros((1, E), bool)])
     next_value = continuing(value, next_value, terminated, cut)
-    return present, (reward, value, next_value, terminated, truncated), (reward, value, next_value, terminated, cut), log_ratio
+    return valid, (reward, value, next_value, terminated, truncated), (reward, value, next_value, terminated, cut), log_ratio
 
 
 shares, seeds = st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 99)
@@ -212,9 +212,9 @@ shares, seeds = st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 99)
 @many
 @given(trajectories(), shares, seeds, discounts, lambdas)
 def test_gae_of_steps_that_are_absent_is_0_and_ends_the_sums_before_them(trajectory, how_often, seed, discount, gae_lambda):
-    present, given, cut, _ = absent(trajectory, how_often, seed)
+    valid, given, cut, _ = absent(trajectory, how_often, seed)
     options = {"discount": discount, "gae_lambda": gae_lambda}
-    close(jitted_gae(*given, present, **options), np.where(present, summed_gae(*cut, **options), 0.0))
+    close(jitted_gae(*given, valid, **options), np.where(valid, summed_gae(*cut, **options), 0.0))
 
 
 @many
@@ -222,12 +222,12 @@ def test_gae_of_steps_that_are_absent_is_0_and_ends_the_sums_before_them(traject
 def test_vtrace_of_steps_that_are_absent_is_their_value_and_ends_the_traces_before_them(
     trajectory, how_often, seed, discount, lambda_
 ):
-    present, given, cut, log_ratio = absent(trajectory, how_often, seed)
+    valid, given, cut, log_ratio = absent(trajectory, how_often, seed)
     options, ratio = {"discount": discount, "lambda_": lambda_}, np.exp(log_ratio.astype(np.float64))
-    got = jitted_vtrace(log_ratio, *given, present, **options)
+    got = jitted_vtrace(log_ratio, *given, valid, **options)
     target, advantage = summed_vtrace(ratio, *cut, **options, rho=1.0, c=1.0, pg_rho=1.0)
-    np.testing.assert_allclose(got.target, np.where(present, target, given[1]), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(got.advantage[present], advantage[present], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.target, np.where(valid, target, given[1]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got.advantage[valid], advantage[valid], rtol=1e-4, atol=1e-4)
 
 
 def test_gae_by_hand():

@@ -52,21 +52,22 @@ def unroll(seed):
 
 
 @pytest.mark.parametrize("absent", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_bonus_and_update_equal_an_independent_implementation(absent):
     init, explore = rnd(E, T, hidden_sizes=(8, 6), intrinsic_coef=0.7, optimizer="sgd", learning_rate=0.05, max_grad_norm=1e6)
     state, explore = init(jax.random.key(0)), jax.jit(explore)
     first, total, sums = None, np.zeros(E), []
     for i in range(2):
-        obs, ends, present = unroll(i)
-        present = present if absent else np.ones((T, E), bool)
+        obs, ends, valid = unroll(i)
+        valid = valid if absent else np.ones((T, E), bool)
         nothing = jnp.zeros((T, E))
-        t = Trajectory(obs[:-1], nothing, nothing, nothing, *ends, present if absent else None)
+        t = Trajectory(obs[:-1], nothing, nothing, nothing, *ends, valid if absent else None)
         before = state
         state, t, metrics = explore(state, t, obs[-1], Progress(counter(i)))
         seen = obs[:-1].reshape(-1, 3).astype(np.float64)
         first = seen if first is None else np.concatenate([first, seen])
         x = np.clip((obs - first.mean(0)) / np.sqrt(first.var(0) + 1e-8), -5, 5)
-        reward = ((plain_mlp(before.params["predictor"], x, np) - plain_mlp(before.target, x, np)) ** 2).mean(-1)[1:] * present
+        reward = ((plain_mlp(before.params["predictor"], x, np) - plain_mlp(before.target, x, np)) ** 2).mean(-1)[1:] * valid
         for r in reward:  # sums go on over iterations and ends of episodes
             total = 0.99 * total + r
             sums.append(total)
@@ -74,10 +75,10 @@ def test_bonus_and_update_equal_an_independent_implementation(absent):
         value, advantage = plain_mlp(before.params["value"], x, np)[..., 0], np.zeros((T + 1, E))
         for k in reversed(range(T)):
             delta = reward[k] + 0.99 * value[k + 1] - value[k]
-            advantage[k] = np.where(present[k], delta + 0.99 * 0.95 * advantage[k + 1], 0)
+            advantage[k] = np.where(valid[k], delta + 0.99 * 0.95 * advantage[k + 1], 0)
         np.testing.assert_allclose(t.bonus, 0.7 * advantage[:-1], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(metrics["intrinsic_reward"], reward.sum() / present.sum(), rtol=1e-4)
-        gradient = plain_slope(before.params, before.target, x[:-1], value[:-1] + advantage[:-1], present)
+        np.testing.assert_allclose(metrics["intrinsic_reward"], reward.sum() / valid.sum(), rtol=1e-4)
+        gradient = plain_slope(before.params, before.target, x[:-1], value[:-1] + advantage[:-1], valid)
         after = jax.tree.map(lambda p, g: p - 0.05 * g, before.params, gradient)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state.params, after)
         jax.tree.map(np.testing.assert_array_equal, state.target, before.target)

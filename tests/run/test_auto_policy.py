@@ -20,7 +20,7 @@ SMALL = {"num_envs": 8, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 
 
 
 def small(**changes):
-    return make_experiment("ppo", "CartPole-v1", overrides=SMALL | changes)
+    return make_experiment("ppo", "CartPole-v1", **SMALL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def left(monkeypatch, *names):
     monkeypatch.setattr(policies, "names", lambda: [name for name in all_names() if name not in others])
 
 
+@pytest.mark.long
 def test_what_a_short_measurement_does_not_tell_apart_is_said(monkeypatch):
     fixed(monkeypatch, {"GPUOnly": 1.05, "MultiLearner": 1.0, "SingleLearnerCoarse": 2.0})
     found = msrl.choose_policy(small(), policies=["GPUOnly", "MultiLearner", "SingleLearnerCoarse"])
@@ -91,7 +92,7 @@ def test_on_one_device_nothing_is_measured():
     assert found.policy == policies.GPUOnly() and found.alternatives[0].prediction is None and "one device" in str(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_policies_of_users_are_candidates_if_they_need_no_parameters(monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Needs:
@@ -139,7 +140,7 @@ def test_what_it_cannot_know_is_said_with_a_remedy(ask, message):
         ask()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
     left(monkeypatch, "GPUOnly", "Central")
     fixed(monkeypatch, {"GPUOnly": 2.0, "Central": 1.0})
@@ -166,7 +167,7 @@ def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
     """20 cases: algorithms and sizes times delays of a transfer, which the host sleeps."""
     regrets = {}
     for number, (algo, sizes) in enumerate(CASES):
-        experiment = make_experiment(algo, "CartPole-v1", overrides=sizes)
+        experiment = make_experiment(algo, "CartPole-v1", **sizes)
         programs = {name: experiment.compile(policies.get(name)) for name in policies.names()}
         for delay in DELAYS:
             predicted, measured = {}, {}

@@ -53,7 +53,7 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     ends = [column[-2:] for column in returns.T]
     tail = [x if np.isnan(end).all() else np.nanmean(end) for end, x in zip(ends, last, strict=True)]
     assert few.summary()["episode_return"] == np.mean(tail) and "nan" not in repr(few)
-    steps, mean = few.plot().axes[0].lines[0].get_xydata().T
+    steps, mean = msrl.plot(few).axes[0].lines[0].get_xydata().T
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)
 
 
@@ -77,13 +77,3 @@ def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due
     best = Result.load(tmp_path, checkpoint="best")
     assert returns[best.history["iteration"][-1]] == max(returns.values())
     assert best.evaluation.mean_return == max(returns.values())
-
-
-@pytest.mark.long
-def test_without_an_episode_the_best_checkpoint_is_missing_and_says_why(tmp_path):
-    msrl.train(
-        "ppo", Lottery(short=100, long=100), total_steps=32, num_envs=2, unroll_length=8, num_minibatches=1, num_epochs=1,
-        hidden_sizes=(4,), eval_episodes=0, out=tmp_path, devices=jax.devices()[:1], progress=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"none of those after iterations 2 has a score: .* no training episode had ended"):
-        Result.load(tmp_path, env=Lottery(short=100, long=100), checkpoint="best")

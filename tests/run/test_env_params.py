@@ -1,6 +1,5 @@
 """Runs whose environments draw their parameters: the same under every policy, changed without compiling, exactly resumed."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -13,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.agents.transformations import counted
-from msrl_jax.envs.params import changed, find_source
+from msrl_jax.envs.param_sources import changed, find_source
 from msrl_jax.run import Result
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from tests.support.runs import assert_same_run, stop_after
@@ -139,41 +138,6 @@ def test_a_run_resumes_in_the_middle_of_a_curriculum(kind, whole, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
-@dataclasses.dataclass(frozen=True)
-class Root:
-    """The reward is a root, nan below 0."""
-
-    under: float = 1.0
-    observation_space = envs.Box(-1, 1, (1,))
-    action_space = envs.Discrete(2)
-
-    @property
-    def default_params(self):
-        return {"under": self.under}
-
-    def with_params(self, params):
-        return dataclasses.replace(self, **params)
-
-    def reset(self, key):
-        return jnp.int32(0), jnp.zeros(1)
-
-    def step(self, key, state, action):
-        return state + 1, jnp.zeros(1), jnp.sqrt(self.under), state == 3, jnp.asarray(False)
-
-
-@pytest.mark.slow
-def test_a_nan_after_a_change_is_found():
-    def lower(tick):
-        tick.set_env_params({"under": 1.0 - tick.iteration})
-
-    with pytest.raises(msrl.run.DivergedError) as error:
-        msrl.train(
-            "ppo", Root(), env_params={"under": 1.0}, total_steps=1280, chunk=2, progress=False, callbacks=[lower],
-            **SMALL["ppo"],
-        )  # fmt: skip
-    assert error.value.fragment == "env_step" and error.value.iteration == 3
-
-
 @pytest.mark.slow
 def test_episodes_are_played_with_the_parameters_of_the_run_unless_told_otherwise(tmp_path):
     steps = {"max_steps_in_episode": 3}
@@ -259,7 +223,7 @@ def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     assert "no parameter 'lenght' (did you mean 'length'?)" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_function_has_to_be_given_again(tmp_path):
     def drawn(key):
         return {"length": jax.random.uniform(key)}

@@ -51,7 +51,7 @@ def test_a_policy_that_works_is_chosen_for_simulators_and_their_workers_end(capf
         msrl.train("ppo", "gymnasium:Pendulum-v1", policy="GPUOnly", **SMALL)
 
 
-KILLS = 4
+KILLS = 2
 
 
 @pytest.mark.long

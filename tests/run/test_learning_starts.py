@@ -50,7 +50,7 @@ def test_the_shortest_run_that_is_not_refused_learns_and_goes_on(tmp_path, capfd
 
 def test_the_replay_ratio_of_other_sizes_than_the_defaults_is_said():
     def said(**fields):
-        experiment = make_experiment("sac", "Pendulum-v1", overrides=fields)
+        experiment = make_experiment("sac", "Pendulum-v1", **fields)
         return replay_ratio(experiment.agent, experiment.algorithm)
 
     assert said() == "replay ratio: 0.5 updates per environment step, of batch_size=256"

@@ -7,7 +7,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.prepare import experiment_of, make_experiment
+from msrl_jax.run.prepare import make_experiment
 from tests.support.modules import FORMS, Linen
 from tests.support.runs import assert_same_state
 
@@ -48,7 +48,7 @@ def test_a_run_goes_on_exactly_with_its_module(first, then, train, one_device, t
     assert_same_state(loaded.state, whole.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
     train(network=Linen(width=5), out=tmp_path / "run", callbacks=[half])
     with pytest.raises(RunFolderError, match=r"has a network object \(Linen.*pass it again: network=\.\.\."):
@@ -59,15 +59,15 @@ def test_a_module_without_a_name_has_to_be_given_again(train, tmp_path):
         msrl.train(resume=tmp_path / "run", progress=False, network="mlp")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]
     out = tmp_path / "run"
     assert main([*words, "--network", NAME, "--out", str(out)]) == 0
     loaded = msrl.Result.load(out, trust=True)
-    assert loaded.experiment == experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | {"network": NAME})
-    given = make_experiment("ppo", ENV, overrides=SMALL | {"network": FORMS["nnx"]}).behavior.state_type.params
+    assert loaded.experiment == make_experiment("ppo", ENV, total_steps=STEPS, **SMALL | {"network": NAME})
+    given = make_experiment("ppo", ENV, **SMALL | {"network": FORMS["nnx"]}).behavior.state_type.params
     assert jax.tree.map(np.shape, loaded.state.params) == jax.tree.map(np.shape, given)
     assert main(["evaluate", str(out), "--episodes", "4", "--trust"]) == 0
     assert main([*words, "--network", "mpl"]) == 2
@@ -78,5 +78,5 @@ def test_the_command_line_takes_a_module_by_its_name(tmp_path, capsys):
 
 def test_networks_with_their_last_layers_are_no_members():
     whole = msrl.algorithms.CustomNetworks(actor="nets:actor", critic=(len, max))
-    made = experiment_of("sac", "Pendulum-v1", seeds=2, overrides={"network": whole, "tau": [0.1, 0.2]})
+    made = make_experiment("sac", "Pendulum-v1", seeds=2, network=whole, tau=[0.1, 0.2])
     assert made.algorithm.network == whole and made.settings == {"tau": (0.1, 0.2)}

@@ -6,8 +6,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run.disk.store import ResumeWarning
-from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.prepare import experiment_of
+from msrl_jax.run.prepare import make_experiment
 from tests.support import transformations
 from tests.support.runs import assert_same_state
 
@@ -55,17 +54,6 @@ def test_a_run_goes_on_exactly(case, train, one_device, tmp_path):
 
 
 @pytest.mark.long
-def test_an_optimizer_without_a_name_has_to_be_given_again(train, tmp_path):
-    train(optimizer=transformations.ready, out=tmp_path / "run", callbacks=[half])
-    with pytest.raises(RunFolderError, match=r"has an optimizer object \(Gradient.*pass it again: optimizer=\.\.\."):
-        msrl.Result.load(tmp_path / "run")
-    with pytest.raises(RunFolderError, match=r"has no optimiser.*did you mean 'optimizer'"):
-        msrl.Result.load(tmp_path / "run", optimiser=transformations.ready)
-    with pytest.raises(RunFolderError, match="cannot resume with optimizer='sgd'"):
-        msrl.train(resume=tmp_path / "run", progress=False, optimizer="sgd")
-
-
-@pytest.mark.long
 def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     sizes = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "6"]
     words = ["train", "--env", ENV, "--total-steps", str(STEPS), "--eval-episodes", "0", "--progress", "none", *sizes]
@@ -74,7 +62,7 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     out = tmp_path / "run"
     assert main([*words, *chosen, "--out", str(out)]) == 0
     fields = {"optimizer": chosen[1], "learning_rate": chosen[3], "entropy_coef": chosen[5]}
-    expected = experiment_of("ppo", ENV, total_steps=STEPS, overrides=SMALL | fields)
+    expected = make_experiment("ppo", ENV, total_steps=STEPS, **SMALL | fields)
     assert msrl.Result.load(out, trust=True).experiment == expected
     assert main([*words, "--out", str(out), "--resume", *chosen]) == 0
     assert main([*words, "--optimizer", "addam"]) == 2
@@ -83,20 +71,6 @@ def test_the_command_line_takes_optimizers_and_schedules(tmp_path, capsys):
     assert "did you mean 'linear'" in capsys.readouterr().err
     assert main([*words, "--learning-rate", "uniform:0:1"]) == 2
     assert "PPO.learning_rate='uniform:0:1': use a number, linear:FROM:TO or cosine:FROM:TO" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_sweep_over_schedules_and_optimizers(one_device, tmp_path):
-    found = msrl.sweep(
-        "ppo", ENV, total_steps=STEPS, out=tmp_path / "sweep", devices=one_device, progress=False, eval_episodes=0,
-        method="grid", learning_rate=["linear:1e-2", 1e-2, 1e-3], optimizer=["adam", "sgd:momentum=0.9"], **SMALL,
-    )  # fmt: skip
-    assert [(t.values["learning_rate"], t.values["optimizer"]) for t in found.trials] == [
-        (rate, name) for rate in ("linear:1e-2", 1e-2, 1e-3) for name in ("adam", "sgd:momentum=0.9")
-    ]
-    assert len({trial.program for trial in found.trials}) == 4, "numbers share a program"
-    assert "--learning-rate linear:1e-2" in found.command(0)
-    assert msrl.SweepResult.load(tmp_path / "sweep").run(0).config.learning_rate == "linear:1e-2"
 
 
 @pytest.mark.slow

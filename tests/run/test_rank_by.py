@@ -71,7 +71,7 @@ class Longer(Measured):
         return state, self.observe(state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_evaluations_the_last_episodes_of_training_count(tiny, tmp_path):
     """At most one episode ends in an iteration of two steps, so that the history lists all episodes."""
     small = tiny | {"num_envs": 1, "unroll_length": 2, "num_minibatches": 1, "total_steps": 40, "eval_episodes": 0}
@@ -98,7 +98,7 @@ def test_unknown_metrics_are_refused_before_anything_compiles(options, monkeypat
 
 
 def test_a_metric_ranks_what_returns_do_not(tiny):
-    agent = make_experiment("ppo", Measured(), overrides=tiny, pbt=PBT).behavior.agent
+    agent = make_experiment("ppo", Measured(), **tiny, pbt=PBT).behavior.agent
     opposing = dataclasses.replace(agent, ranked=False)
     with pytest.raises(ValueError, match=r"train without pbt, or with rank_by= a metric"):
         evolve(opposing, PBT)

@@ -10,6 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.run import Result
+from msrl_jax.run.evaluation.history import stack_rows
 from msrl_jax.run.prepare import make_experiment
 from tests.support.runs import assert_same_state
 
@@ -81,7 +82,7 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
     assert_same_state(loaded.registers, jax.device_get(stale.registers))
 
-    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, overrides=tiny)
+    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, **tiny)
     program = setup.compile(msrl.policies.get(stale.description["policy"]), jax.devices()[:2])
     original, _ = program.run(msrl.Delayed(stale.run_state, stale.registers), 1)
     resumed, metrics = program.run(msrl.Delayed(loaded.run_state, loaded.registers), 1)
@@ -163,22 +164,23 @@ def test_members_round_trip(members, tmp_path):
 def test_a_notebook_shows_the_curve_and_the_text(trained):
     shown = trained._repr_html_()
     assert shown.count("<svg") == 1 and f"<pre>{html.escape(repr(trained))}</pre>" in shown
-    empty = dataclasses.replace(trained, history={})
+    empty = dataclasses.replace(trained, history=stack_rows([], trained.description))
     assert "<svg" not in empty._repr_html_() and "<pre>Result: " in empty._repr_html_()
+    assert "chunk trains" not in repr(empty) and empty.to_pandas().empty and empty.plot() is not None
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):
-    figure = trained.plot(tmp_path / "curve.png", metrics=("episode_return", "entropy"))
+    figure = msrl.plot(trained, tmp_path / "curve.png", metrics=("episode_return", "entropy"))
     assert (tmp_path / "curve.png").stat().st_size > 1000
     returns, entropy = figure.axes
     np.testing.assert_array_equal(returns.lines[0].get_xydata()[:, 1], trained.history["episode_return"])
     np.testing.assert_array_equal(returns.lines[1].get_xydata()[:, 0], [128, 256, 384])
     np.testing.assert_array_equal(entropy.lines[0].get_xydata()[:, 1], trained.history["entropy"])
     np.testing.assert_allclose(
-        members.plot().axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
+        msrl.plot(members).axes[0].lines[0].get_xydata()[:, 1], members.history["episode_return"].mean(axis=1)
     )
     with pytest.raises(ValueError, match="no column 'loss'"):
-        trained.plot(metrics=("loss",))
+        msrl.plot(trained, metrics=("loss",))
 
 
 def test_pandas_gets_a_row_for_every_chunk_and_member(trained, members):

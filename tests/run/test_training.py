@@ -2,7 +2,6 @@ import dataclasses
 import json
 import re
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.agents.transformations import counted
 from msrl_jax.fragments.counters import to_int
-from msrl_jax.run import Experiment, Result, StopReason, Tick
-from msrl_jax.run.loop.callbacks import _answer
+from msrl_jax.run import Experiment, Result, StopReason
 from msrl_jax.run.prepare import make_experiment
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -91,42 +89,6 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     for word in ("compiling", "setting up", "training", "evaluation"):
         assert f"{word} " in text
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
-
-
-@pytest.mark.slow
-def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
-    answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
-    callbacks = [lambda tick, answer=answer: answer for answer in answers]
-    result = msrl.train(
-        "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=callbacks, progress=False, **tiny
-    )
-    assert result.status == "finished"
-    tick = Tick(64, 1, 128, {}, lambda: None)
-    for answer in (True, np.True_, np.array(True), jnp.bool_(True)):
-        assert _answer(lambda tick, answer=answer: answer, tick)
-
-
-@pytest.mark.long
-def test_a_callback_changes_no_history(tiny, one_device):
-    def change(tick):
-        tick.metrics["value_loss"][...] = 7
-
-    with pytest.raises(ValueError, match="read-only"):
-        msrl.train(
-            "ppo", ENV, total_steps=128, seeds=2, chunk=1, devices=one_device, callbacks=[change], eval_episodes=0,
-            progress=False, **tiny,
-        )  # fmt: skip
-
-
-@pytest.mark.long
-def test_a_callback_that_leaves_python_loses_nothing(tiny, one_device, tmp_path):
-    options = {"chunk": 1, "devices": one_device, "eval_episodes": 0, "progress": False}
-    with pytest.raises(SystemExit):
-        msrl.train(
-            "ppo", ENV, total_steps=256, out=tmp_path / "run", callbacks=[lambda tick: tick.step == 128 and sys.exit(3)],
-            **options, **tiny,
-        )  # fmt: skip
-    assert msrl.Result.load(tmp_path / "run").history["step"][-1] == 128
 
 
 @pytest.mark.long
@@ -230,7 +192,7 @@ def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
 
 
 def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
-    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, overrides=tiny)
+    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, **tiny)
     assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
     assert make_experiment(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3) == experiment
     assert experiment.difference(dataclasses.replace(experiment, seed=4)) == ("seed", 3, 4)
@@ -270,7 +232,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
     assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, one_device, tmp_path):
     ended = []
 

@@ -78,10 +78,10 @@ def test_sobol_points_have_one_value_in_each_interval():
 
 
 def test_rungs_by_hand():
-    assert rung_steps(900, 3, None, None, 9, 10) == [100, 300, 900]
-    assert rung_steps(900, 3, None, None, 9, 200) == [300, 900]
-    assert rung_steps(900, 3, 2, None, 9, 10) == [300, 900]
-    assert rung_steps(1000, 3, None, 50, 9, 10) == [50, 150, 450, 1000]
+    assert rung_steps(900, 3, None, 9, 10) == [100, 300, 900]
+    assert rung_steps(900, 3, None, 9, 200) == [300, 900]
+    assert rung_steps(900, 3, 300, 9, 10) == [300, 900]
+    assert rung_steps(1000, 3, 50, 9, 10) == [50, 150, 450, 1000]
     trials = [Trial(i, {}, 0, returns=(x,)) for i, x in enumerate([1.0, math.nan, 5.0, 3.0, 4.0])]
     assert [t.number for t in survivors(trials, 2)] == [2, 3, 4]
     assert [t.number for t in survivors(trials[:2], 1)] == [0]

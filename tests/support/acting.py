@@ -5,7 +5,7 @@ import functools
 import jax
 
 import msrl_jax as msrl
-from msrl_jax.configs.fields import all_fields
+from msrl_jax.configs.names import all_fields
 from msrl_jax.run.evaluation.evaluate import Behavior
 from tests.support.small_runs import ENVS, PARTICULAR, SMALL
 from tests.support.transitions import noise

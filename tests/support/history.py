@@ -15,7 +15,7 @@ EXAMPLE = replay.Transition(jnp.zeros(2), jnp.int32(0), jnp.float32(0), jnp.bool
 class Functions(NamedTuple):
     """A buffer with its functions compiled once."""
 
-    buffer: replay.Replay
+    buffer: replay.ReplayBuffer
     insert: object
     sample: object
     update: object

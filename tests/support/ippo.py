@@ -94,14 +94,14 @@ def plain_rollout(agent, state, shared):
         truncated = np.repeat(np.asarray(s.truncated)[:, None], num_agents, 1)
         first = np.repeat(is_first[:, None], num_agents, 1)
         seen = obs, _states(joint, num_agents, shared), first
-        columns.append([*seen, action, log_prob, value, future, s.reward, s.terminated, truncated, s.present])
+        columns.append([*seen, action, log_prob, value, future, s.reward, s.terminated, truncated, s.valid])
         obs, joint, is_first, carry = np.asarray(s.obs), np.asarray(s.state), np.asarray(s.ended), after
     return obs, is_first, carry, [np.stack([np.asarray(x) for x in column]) for column in zip(*columns, strict=True)]
 
 
 def plain_update(agent, config, state, rollout, shared):
     """Advantages by a loop; then, for every network, one optax update per minibatch, from a loss written out here."""
-    obs, joint, is_first, action, log_prob, value, future, reward, terminated, truncated, present = rollout
+    obs, joint, is_first, action, log_prob, value, future, reward, terminated, truncated, valid = rollout
     learner, recurrent = state.teams["agents"], config.core != "none"
     _, *epoch_keys = jax.random.split(learner.key, config.num_epochs + 1)
     if recurrent:  # one environment of every group of adjacent ones
@@ -132,7 +132,7 @@ def plain_update(agent, config, state, rollout, shared):
     for i, (agents, params) in enumerate(_networks(state.params["agents"], agent.env.num_agents, shared)):
         of = lambda x, agents=agents: x[:, :, list(agents)]  # noqa: E731
         own = lambda tree, i=i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: E731
-        ends, counts, advantage, after = of(terminated | truncated), of(present), np.zeros((T, E, len(agents))), 0.0
+        ends, counts, advantage, after = of(terminated | truncated), of(valid), np.zeros((T, E, len(agents))), 0.0
         size = plain_value_size(own(learner.value_size))
         old, later = of(value) * size, np.where(of(terminated), 0, of(future) * size)
         for t in reversed(range(T)):

@@ -36,7 +36,7 @@ RUNS = {
 }  # fmt: skip
 """Algorithm, environment and config of each run."""
 
-ITERATIONS, CHUNK = 48, 3
+ITERATIONS, CHUNK = 24, 3
 
 
 def stop_after(iterations):

@@ -151,6 +151,7 @@ def wait_for(board, done):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, capsys):
     flags = ["--round-steps", 128, "--total-steps", 256, "--rounds", 2, "--eval-episodes", 4, "--seed", 1, "--algo", "a2c"]
     flags += ["--num-envs", 8, "--unroll-length", 8, "--hidden-sizes", 8, "--progress", "none", "--json", "--fresh", 0]
@@ -171,9 +172,10 @@ def test_the_command_line(tmp_path, capsys):
         ({"target": float("nan")}, "target=nan: use a finite number"),
         ({"round_steps": 1024}, "round_steps=1024 exceeds total_steps=512"),
         ({"learning_rate": [1e-3, 1e-4]}, "learning_rate has several values, but a member has one"),
+        ({"seeds": 2}, "seeds has several values, but a member has one"),
         ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that rank members"),
     ],
-    ids=["round", "fresh", "target", "long", "several", "ranked"],
+    ids=["round", "fresh", "target", "long", "several", "seeds", "ranked"],
 )
 def test_bad_input_is_refused(options, message, tmp_path):
     asked = {"algo": "a2c", "round_steps": 128, "rounds": 1, "total_steps": 512} | options
@@ -225,7 +227,7 @@ def test_a_damaged_member_is_left_out(board, one_device):
 
 def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path):
     (parent,) = board.entries
-    made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, overrides=dict(SMALL))
+    made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, **dict(SMALL))
     for number in (1, 2):
         assert _copied(parent, tmp_path / str(number), number, made)
     states = [Result.load(path, env=RandomWalk()).run_state for path in (parent.path, tmp_path / "1", tmp_path / "2")]

@@ -22,8 +22,7 @@ def make(name: str, *, episode_length: int = 1000, action_repeat: int = 1, **par
     The physics repeats each action `action_repeat` times. Other parameters are constructor arguments, e.g. `backend="mjx"`.
     """
     kinds = common.load("brax.envs")._envs
-    common.check_name("Brax", name, kinds)
-    full = f"brax:{name}"
+    full = common.full_name("brax", name, kinds)
     common.check_params(full, params, common.arguments_of(kinds[name]) | {"episode_length", "action_repeat"})
     return limited(common.build(full, kinds[name], params), full, episode_length, action_repeat)
 

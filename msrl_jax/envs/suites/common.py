@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax.envs.suites.catalog import SUITES
 from msrl_jax.fragments.support.checks import shown, suggestion
 
 
@@ -91,6 +92,12 @@ def check_name(title: str, name: str, known: Iterable[str], kind: str = "environ
     if name not in (known := sorted(known)):
         has = ", ".join(known) if len(known) <= 100 else f"{len(known):,} others, such as {known[0]}"
         raise ValueError(f"{title} has no {kind} {name!r}{suggestion(name, known)}; it has {has}")
+
+
+def full_name(prefix: str, name: str, known: Iterable[str]) -> str:
+    """`PREFIX:NAME`; raises ValueError unless the suite has an environment with that name."""
+    check_name(SUITES[prefix].title, name, known)
+    return f"{prefix}:{name}"
 
 
 def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None:

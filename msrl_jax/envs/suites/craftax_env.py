@@ -21,8 +21,7 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     Resets are pooled, because generating a world takes as long as hundreds of steps. Other parameters are fields of its
     `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
     """
-    common.check_name("Craftax", name, SUITES["craftax"].own_names)
-    full = f"craftax:{name}"
+    full = common.full_name("craftax", name, SUITES["craftax"].own_names)
     env = common.load("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
     fields, static = ({f.name for f in dataclasses.fields(x)} for x in (env.default_params, env.default_static_params()))
     common.check_params(full, params, fields | static | {"reset_ratio"})

@@ -26,8 +26,7 @@ def make(
     `frame_skip=4`, `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True`.
     """
     envpool = common.load("envpool")
-    common.check_name("EnvPool", name, envpool.list_all_envs())
-    full = f"envpool:{name}"
+    full = common.full_name("envpool", name, envpool.list_all_envs())
     own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
     known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
     common.check_params(full, params, known - own | {"num_threads", "metrics"})
@@ -65,7 +64,7 @@ class EnvPoolEnvironment(Named):
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
             obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
-        obs = _without_bounds(obs)  # EnvPool's bounds are often wrong
+        obs = spaces.map_arrays(_without_bounds, obs)  # EnvPool's bounds are often wrong
         self.has_images = False
         if isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3:
             self.has_images, obs = True, spaces.Box(0, 255, (*obs.shape[1:], obs.shape[0]), np.uint8)
@@ -87,12 +86,9 @@ class EnvPoolEnvironment(Named):
             return common.load("envpool").make_gymnasium(self.task, num_threads=self.num_threads, **options, **self.params)
 
 
-def _without_bounds(space: spaces.Space) -> spaces.Space:
-    """The space without bounds of floats."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _without_bounds(part) for name, part in space.spaces.items()})
-    floats = isinstance(space, spaces.Box) and np.issubdtype(np.dtype(space.dtype), np.floating)  # type: ignore[arg-type]
-    return spaces.unbounded(spaces.struct(space)) if floats else space
+def _without_bounds(space: spaces.Discrete | spaces.Box) -> spaces.Space:
+    """The space without bounds, if its values are floats."""
+    return spaces.unbounded(spaces.struct(space)) if np.issubdtype(np.dtype(space.dtype), np.floating) else space
 
 
 class Pools:
@@ -135,7 +131,7 @@ class Pools:
                 obs, first = jax.tree.map(np.copy, final_obs), self._observed(pool.reset(numbers[ended])[0])
                 for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
                     x[ended] = new
-            present = np.ones(len(numbers), bool)
-            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present, metrics)
+            valid = np.ones(len(numbers), bool)
+            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, valid, metrics)
 
         return finish

@@ -16,9 +16,10 @@ from gymnasium import spaces as gymnasium_spaces
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Named
 from msrl_jax.envs.episode_metrics import Reduction, read_declared
-from msrl_jax.envs.host_simulators import HostVectorized, Stepping, Workers
+from msrl_jax.envs.host_simulators import HostVectorized, Stepping
 from msrl_jax.envs.simulate import layout_of, measured
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.workers import Workers
 from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.tracebacks import entry
 

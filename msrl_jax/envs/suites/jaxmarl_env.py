@@ -29,8 +29,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     Parameters are constructor arguments. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
     `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
     """
-    full = f"jaxmarl:{name}"
-    common.check_name("JaxMARL", name, _registration().registered_envs)
+    full = common.full_name("jaxmarl", name, _registration().registered_envs)
     if other := SUITES["jaxmarl"].lacks(name):
         remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
         raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not install; {remedy}")
@@ -180,8 +179,8 @@ class JaxMARLEnvironment:
             self.action_mask = self._action_mask
         if suite.has_world_state:
             self.global_state = env.get_world_state
-        if suite.success is not None:
-            self.metrics, self.report = {"success": "last"}, self._report
+        if (success := suite.success) is not None:
+            self.metrics, self.report = {"success": "last"}, lambda state: {"success": success(env, state)}
 
     def reset(self, key: jax.Array) -> tuple[PyTree, dict[str, PyTree]]:
         """Starts an episode."""
@@ -219,10 +218,6 @@ class JaxMARLEnvironment:
             return common.image_of(visualizer.fig)
         finally:
             plt.close(visualizer.fig)
-
-    def _report(self, state: PyTree) -> dict[str, jax.Array]:
-        assert self.suite.success is not None
-        return {"success": self.suite.success(self.env, state)}
 
     def _action_mask(self, state: PyTree) -> dict[str, jax.Array]:
         return {agent: mask.astype(bool) for agent, mask in self._by_agent(getattr(self.env, self.suite.legal)(state)).items()}

@@ -35,8 +35,7 @@ def make(name: str, **params: Any) -> Environment:
     Parameters are constructor arguments, such as `time_limit`.
     """
     registration = common.load("jumanji").registration
-    common.check_name("Jumanji", name, registration._REGISTRY)
-    full = f"jumanji:{name}"
+    full = common.full_name("jumanji", name, registration._REGISTRY)
     with common.quiet():
         kind = registration.load(registration._REGISTRY[name].entry_point)
     common.check_params(full, params, common.arguments_of(kind) - {"viewer"})
@@ -161,10 +160,10 @@ class JumanjiTeam(_Adapter):
         mask = getattr(first.observation, "action_mask", None)
         if mask is not None:
             self.action_mask = lambda state: state.mask
-        self.action_space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        self.action_space = spaces.map_arrays(_of_one, _space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
         declared = _space(env.observation_spec, super()._observe(first))
         assert isinstance(declared, spaces.Dict)
-        parts = {name: _of_one(part) if name in own else part for name, part in declared.spaces.items()}
+        parts = {name: spaces.map_arrays(_of_one, part) if name in own else part for name, part in declared.spaces.items()}
         self.observation_space = spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))})
 
     def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
@@ -208,9 +207,7 @@ def _space(spec: Any, x: Any) -> spaces.Space:
     return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), x.shape, x.dtype)
 
 
-def _of_one(space: spaces.Space) -> spaces.Space:
+def _of_one(space: spaces.Discrete | spaces.Box) -> spaces.Box:
     """The space of one agent's entry, given the space of arrays with one entry per agent."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _of_one(part) for name, part in space.spaces.items()})
     assert isinstance(space, spaces.Box)
     return spaces.Box(space.low[0], space.high[0], space.shape[1:], space.dtype)

@@ -19,8 +19,7 @@ def make(name: str, **params: Any) -> "NavixEnvironment":
     `navix.rewards` (`reward_fn`) and `navix.terminations` (`termination_fn`).
     """
     navix = common.load("navix")
-    common.check_name("NAVIX", name, navix.registry())
-    full = f"navix:{name}"
+    full = common.full_name("navix", name, navix.registry())
     if "disable_autoreset" in params:
         raise ValueError(f"{full}: this adapter resets environments itself; remove disable_autoreset")
     modules = {"observation_fn": "observations", "reward_fn": "rewards", "termination_fn": "terminations"}

@@ -18,8 +18,7 @@ def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params
     platforms.
     """
     registry = common.load("mujoco_playground").registry
-    common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
-    full = f"playground:{name}"
+    full = common.full_name("playground", name, registry.ALL_ENVS)
     config = registry.get_default_config(name)
     common.check_params(full, params, {*config, "reset_ratio", "privileged"})
     config.update({"impl": "jax"} if "impl" in config else {})

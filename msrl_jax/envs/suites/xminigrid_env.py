@@ -19,8 +19,7 @@ def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGri
     is downloaded at first use. Without one, the task is `ruleset`, by default the empty one, which gives no reward.
     """
     xminigrid = common.load("xminigrid")
-    common.check_name("XLand-MiniGrid", name, xminigrid.registered_environments())
-    full = f"xminigrid:{name}"
+    full = common.full_name("xminigrid", name, xminigrid.registered_environments())
     env, defaults = xminigrid.make(name)
     has_rules = hasattr(defaults, "ruleset")
     fields = {field.name for field in dataclasses.fields(defaults)} - {"render_mode"}

@@ -24,7 +24,7 @@ from msrl_jax._compat import (
     while_p,
 )
 from msrl_jax.fragments.graph.marker import is_fragment, is_host_call
-from msrl_jax.fragments.graph.nodes import Graph, Node, Region, fragments_in
+from msrl_jax.fragments.graph.nodes import Graph, Node, Region
 from msrl_jax.fragments.placement import HOST, Layout, Placement
 
 
@@ -60,7 +60,7 @@ class _Builder:
         self.layout = layout
         self.constants: dict[Var, object] = {}
         self.labels: dict[Var, str] = {}
-        self._found: dict[int, tuple[Jaxpr, dict[Placement, str]]] = {}
+        self._marks: dict[int, tuple[Jaxpr, list[tuple[str, str]]]] = {}
         self._labelled: dict[tuple[int, tuple[str, ...]], tuple[Jaxpr, list[str]]] = {}
 
     def captured(self, value: object) -> Var:
@@ -69,22 +69,14 @@ class _Builder:
         self.labels[var] = "captured constant"
         return var
 
-    def placements(self, eqn: JaxprEqn) -> dict[Placement, str]:
-        """The placements that an equation's fragments need, each with the name of one such fragment."""
-        found: dict[Placement, str] = {}
-        if is_fragment(eqn):
-            name, role = eqn.params["name"], eqn.params["role"]
-            found[self.layout.placement(role, name)] = f"{name!r} (role {role!r})"
+    def marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
+        """The names and roles of the fragments in an equation, in order of appearance."""
+        found = [(eqn.params["name"], eqn.params["role"])] if is_fragment(eqn) else []
         for sub in sub_jaxprs(eqn):
-            if id(sub) not in self._found:
-                inner: dict[Placement, str] = {}
-                for e in sub.eqns:
-                    for p, f in self.placements(e).items():
-                        inner.setdefault(p, f)
-                self._found[id(sub)] = sub, inner
-            for p, f in self._found[id(sub)][1].items():
-                found.setdefault(p, f)
-        return found
+            if id(sub) not in self._marks:  # the entry keeps the jaxpr alive, so that its id stays unique
+                self._marks[id(sub)] = sub, list(dict.fromkeys(mark for e in sub.eqns for mark in self.marks(e)))
+            found += self._marks[id(sub)][1]
+        return list(dict.fromkeys(found))
 
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
@@ -92,7 +84,10 @@ class _Builder:
         """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code gets `home` and `role`."""
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
-            found = self.placements(eqn)
+            marks = self.marks(eqn)
+            found: dict[Placement, str] = {}  # the placements that its fragments need, each with one such fragment
+            for name, needed in marks:
+                found.setdefault(self.layout.placement(needed, name), f"{name!r} (role {needed!r})")
             ins = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
             if not found and any(map(is_reference, eqn.outvars)):
                 raise ValueError(
@@ -116,7 +111,8 @@ class _Builder:
             outs = [fresh(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             placed = eqn.replace(invars=ins, outvars=outs)
-            names, roles = fragments_in(eqn)
+            names = tuple(dict.fromkeys(name for name, _ in marks))
+            roles = frozenset(needed for _, needed in marks)
             if role is not None and len(found) != 1:
                 roles |= {role}
             if opened:

@@ -22,8 +22,8 @@ from msrl_jax._compat import (
     Literal,
     Var,
     call_body,
+    equations_in,
     jaxpr_as_fun,
-    jaxprs_in,
     make_jaxpr_of,
 )
 from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
@@ -157,7 +157,7 @@ def received(results: Any, role: str) -> Any:
 
 def calls_host(jaxpr: Jaxpr) -> bool:
     """Whether code contains a host fragment, at any depth."""
-    return any(is_host_call(eqn) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns)
+    return any(map(is_host_call, equations_in(jaxpr)))
 
 
 def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

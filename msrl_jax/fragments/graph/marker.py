@@ -22,9 +22,9 @@ from msrl_jax._compat import (
     Primitive,
     ad,
     batching,
+    equations_in,
     is_traced_here,
     jaxpr_as_fun,
-    jaxprs_in,
     mlir,
     set_dead_code_rule,
 )
@@ -231,19 +231,10 @@ def _mark(
             args, kwargs = jax.tree.unflatten(tree, leaves)
             args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
-
             before, again = _leaves(named), _leaves(named)  # twice: some types create leaves on access
             with jax.named_scope(scoped(name)):  # lets profilers and plans find the fragment of an operation
                 result = fn(*args, **kwargs)
-            after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
-            for path in before | after:
-                changed = path not in before or before[path] is again[path] is not after.get(path)
-                if changed and id(after.get(path)) not in returned:
-                    raise TypeError(
-                        f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
-                        "gets a copy. Return the new value and assign it outside (for a flax.nnx module, return "
-                        "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
-                    )
+            _check_not_changed(name, before, again, _leaves(named), result)
             return result
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -259,6 +250,21 @@ def _mark(
     return marked
 
 
+def _check_not_changed(
+    name: str, before: dict[str, Any], again: dict[str, Any], after: dict[str, Any], result: Any
+) -> None:
+    """Raises TypeError if a fragment replaced or added a leaf of an argument, unless it returns that leaf."""
+    returned = {id(x) for x in jax.tree.leaves(result)}
+    for path in before | after:
+        changed = path not in before or before[path] is again[path] is not after.get(path)
+        if changed and id(after.get(path)) not in returned:
+            raise TypeError(
+                f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it gets a "
+                "copy. Return the new value and assign it outside (for a flax.nnx module, return nnx.state(module), or pass "
+                "what nnx.split returns, nnx.merge it inside and return its state)"
+            )
+
+
 def _fault(x: Any) -> str | None:
     """Describes an `x` that is not an array, with a remedy; None if it is an array."""
     try:
@@ -270,7 +276,7 @@ def _fault(x: Any) -> str | None:
 
 
 def _makes_reference(jaxpr: Jaxpr) -> bool:
-    return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
+    return any(isinstance(v.aval, AbstractRef) for eqn in equations_in(jaxpr) for v in eqn.outvars)
 
 
 def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

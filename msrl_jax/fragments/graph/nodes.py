@@ -53,7 +53,7 @@ class Node:
     @property
     def title(self) -> str:
         """The names of its outermost fragments, joined."""
-        return "+".join(fragments_in(self.eqn, nested=False)[0])
+        return "+".join(dict.fromkeys(_outermost_fragments(self.eqn, set())))
 
     def __str__(self) -> str:
         what = self.title or self.eqn.primitive.name
@@ -167,23 +167,13 @@ def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Calla
     return found
 
 
-def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The names, in order of appearance, and the roles of the fragments in an equation."""
-    names: dict[str, None] = {}
-    roles: set[str] = set()
-    seen: set[int] = set()
-
-    def visit(e: JaxprEqn) -> None:
-        if is_fragment(e):
-            names[e.params["name"]] = None
-            roles.add(e.params["role"])
-            if not nested:
-                return
-        for sub in sub_jaxprs(e):
-            if id(sub) not in seen:
-                seen.add(id(sub))
-                for inner in sub.eqns:
-                    visit(inner)
-
-    visit(eqn)
-    return tuple(names), frozenset(roles)
+def _outermost_fragments(eqn: JaxprEqn, seen: set[int]) -> Iterator[str]:
+    """The names of the fragments in an equation that are in no other fragment; visits no jaxpr twice."""
+    if is_fragment(eqn):
+        yield eqn.params["name"]
+        return
+    for sub in sub_jaxprs(eqn):
+        if id(sub) not in seen:
+            seen.add(id(sub))
+            for inner in sub.eqns:
+                yield from _outermost_fragments(inner, seen)

@@ -146,12 +146,12 @@ def value_key(value: Any) -> Hashable:
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value
+    if isinstance(value, np.ndarray | np.generic | jax.Array):  # before numbers: np.float64 is a float, without a weak type
+        return _array_key(value)
     if isinstance(value, float):
         return float, struct.pack("d", value)
     if isinstance(value, complex):
         return complex, struct.pack("dd", value.real, value.imag)
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return _array_key(value)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(value_key, value))
     if isinstance(value, Mapping):

@@ -8,7 +8,6 @@ differ where it optimizes.
 """
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,15 +16,15 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import (
     ClosedJaxpr,
-    Jaxpr,
     JaxprEqn,
     Scan,
     ShapedArray,
     aval,
+    equations_in,
     inlined_at,
     jaxpr_as_fun,
-    jaxprs_in,
     replace_jaxprs,
+    rewritten,
     scan_p,
     scan_parts,
 )
@@ -46,31 +45,23 @@ def is_single_accelerator(placement: Placement) -> bool:
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
-    known: dict[int, Jaxpr] = {}
+    return rewritten(closed, lambda eqn, of: _with_fewer_arrays(replace_jaxprs(eqn, of)))
 
-    def of(jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in known:
-            eqns = [new for eqn in jaxpr.eqns for new in equations(replace_jaxprs(eqn, of))]
-            same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
-        return known[id(jaxpr)]
 
-    def equations(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
-        if eqn.primitive is not scan_p or eqn.effects:
-            return [eqn]
-        scan = scan_parts(eqn)
-        if scan.length < _SHORTEST:
-            return [eqn]
-        results = [aval(v) for v in scan.body.jaxpr.outvars]
-        carry = SmallArrayPacker(results[: scan.num_carry])
-        rows = SmallArrayPacker(results[scan.num_carry :], most=_MOST_STACKED)
-        steps = _steps(scan, eqn.params.get("unroll", 1))
-        if not carry.small and not rows.small and steps == 1:
-            return [eqn]
-        return inlined_at(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
-
-    new = of(closed.jaxpr)
-    return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
+def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """The equations of a loop that combines its small arrays; other equations, and loops for which it does not pay, alone."""
+    if eqn.primitive is not scan_p or eqn.effects:
+        return [eqn]
+    scan = scan_parts(eqn)
+    if scan.length < _SHORTEST:
+        return [eqn]
+    results = [aval(v) for v in scan.body.jaxpr.outvars]
+    carry = SmallArrayPacker(results[: scan.num_carry])
+    rows = SmallArrayPacker(results[scan.num_carry :], most=_MOST_STACKED)
+    steps = _steps(scan, eqn.params.get("unroll", 1))
+    if not carry.small and not rows.small and steps == 1:
+        return [eqn]
+    return inlined_at(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
 
 
 class SmallArrayPacker:
@@ -102,7 +93,7 @@ class SmallArrayPacker:
 
 def _steps(scan: Scan, given: int) -> int:
     """The number of steps per loop iteration."""
-    equations = sum(len(inner.eqns) for inner in jaxprs_in(scan.body.jaxpr))
+    equations = sum(1 for _ in equations_in(scan.body.jaxpr))
     most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
     return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
 

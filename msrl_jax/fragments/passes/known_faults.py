@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from msrl_jax._compat import JAXLIB, ClosedJaxpr, jaxprs_in
+from msrl_jax._compat import JAXLIB, ClosedJaxpr, equations_in
 
 # Disable YNNPACK fusions: a product of many rows that is reduced may be wrong (https://github.com/jax-ml/jax/issues/39103), and
 # reductions of seven or more dimensions crash or hang the process (https://github.com/jax-ml/jax/issues/39257).
-CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""} if (0, 10, 2) <= JAXLIB < (0, 11, 1) else {}
+CPU_OPTIONS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": ""} if JAXLIB < (0, 11, 1) else {}
 """Compiler options for programs on CPUs that disable broken features of this jaxlib version."""
 
 
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
 
 def _crops_and_pads_a_convolution(closed: ClosedJaxpr, mesh: Mesh) -> bool:
     """Whether a program on CPUs has a convolution with negative padding before the first element and positive padding after."""
-    eqns = (eqn for jaxpr in jaxprs_in(closed.jaxpr) for eqn in jaxpr.eqns if eqn.primitive.name == "conv_general_dilated")
+    eqns = (eqn for eqn in equations_in(closed.jaxpr) if eqn.primitive.name == "conv_general_dilated")
     return _platform(mesh) == "cpu" and any(low < 0 < high for eqn in eqns for low, high in eqn.params["padding"])
 
 

@@ -14,9 +14,8 @@ import numpy as np
 from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
 from msrl_jax.fragments.codecs import Codec, get
 from msrl_jax.fragments.graph.build import inlined
-from msrl_jax.fragments.graph.nodes import Graph, Measured, Node, Region
-from msrl_jax.fragments.passes.instructions import Check, Packed
-from msrl_jax.fragments.passes.partition import Partition
+from msrl_jax.fragments.graph.nodes import Check, Graph, Measured, Node, Packed, Region
+from msrl_jax.fragments.passes.placing import Partition
 from msrl_jax.fragments.placement import Edge, Layout, Placement
 
 

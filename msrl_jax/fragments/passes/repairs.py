@@ -46,10 +46,10 @@ from msrl_jax._compat import (
     inlined_at,
     jaxpr_as_fun,
     replace_jaxprs,
+    rewritten,
     scan_p,
     scan_parts,
     sub_jaxprs,
-    with_equations,
 )
 
 # They pad with one, an infinity, or a value of the user. (Sums, convolutions and slices pad with zero.)
@@ -72,32 +72,23 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if mesh.size == 1 and not (on_cpu or closed.effects):
         return closed
-    known: dict[int, Jaxpr] = {}
     overlapping = {id(eqn) for eqn in _overlapping_updates(closed.jaxpr)} if on_cpu else set()
 
-    def of(jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in known:
-            eqns = [new for eqn in jaxpr.eqns for new in equations(eqn)]
-            same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-            known[id(jaxpr)] = jaxpr if same else with_equations(jaxpr, eqns)
-        return known[id(jaxpr)]
-
-    def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    def repaired(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> list[JaxprEqn]:
+        repair = _repair(eqn, mesh) if mesh.size > 1 else None
         if eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
-            yield from inlined_at(eqn, _no_steps(eqn))
+            repair = _no_steps(eqn)
         elif id(eqn) in overlapping:
-            compute = (_rewritten(eqn, mesh) if mesh.size > 1 else None) or partial(eqn.primitive.bind, **eqn.params)
-            yield from inlined_at(eqn, lambda *xs: jax.lax.optimization_barrier(compute(*xs)))
-        elif mesh.size > 1 and (rewritten := _rewritten(eqn, mesh)):
-            yield from inlined_at(eqn, rewritten)
-        else:
-            yield eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, of)
+            compute = repair or partial(eqn.primitive.bind, **eqn.params)
+            repair = lambda *xs: jax.lax.optimization_barrier(compute(*xs))  # noqa: E731
+        if repair is not None:
+            return inlined_at(eqn, repair)
+        return [eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, of)]
 
-    new = of(closed.jaxpr)
-    return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
+    return rewritten(closed, repaired)
 
 
-def _rewritten(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
+def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
     """A function that computes the results of an equation correctly on several devices; None if the equation itself does."""
     name, p = eqn.primitive.name, eqn.params
     bind = partial(eqn.primitive.bind, **p)

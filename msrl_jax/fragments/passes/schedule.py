@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
 from msrl_jax.fragments.codecs import get
-from msrl_jax.fragments.graph.nodes import Graph, Node
-from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
-from msrl_jax.fragments.passes.partition import Partition, ProgramNodes
-from msrl_jax.fragments.placement import Placement
+from msrl_jax.fragments.graph.nodes import Graph, Node, Packed
+from msrl_jax.fragments.passes.grouping import ProgramNodes
+from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.passes.placing import Partition
+from msrl_jax.fragments.placement import Placement, one_per_mesh
 
 
 def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
@@ -236,7 +237,7 @@ class _Emitter:
     def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
         """The stacked results of a loop that are read: (result, row in the body, placement)."""
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
-        return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
+        return [(var, atom, p) for var, atom in pairs for p in one_per_mesh(p for v, p in self._read_from if v is var)]
 
     def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter") -> "_Buffer":
         """The buffer of the stacked result `var`, whose rows are `atom` in the body."""
@@ -294,8 +295,3 @@ class _Emitter:
             if isinstance(atom, Var) and atom in looped:
                 read(atom, p, None)
         return found
-
-
-def _per_mesh(placements: Iterable[Placement]) -> list[Placement]:
-    """The first placement of each mesh."""
-    return list({p.mesh: p for p in reversed(list(placements))}.values())[::-1]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, Var, aval, jaxprs_in
+from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, Var, aval, equations_in
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node
@@ -168,7 +168,7 @@ def check_meshes(instructions: Sequence[Instruction]) -> None:
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
-    for eqn in (e for inner in jaxprs_in(jaxpr) for e in inner.eqns):
+    for eqn in equations_in(jaxpr):
         params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set in the calling context
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):
             mesh = leaf.mesh if isinstance(leaf, NamedSharding) else leaf

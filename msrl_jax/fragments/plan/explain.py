@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import Jaxpr, jaxprs_in
+from msrl_jax._compat import Jaxpr, equations_in
 from msrl_jax.fragments.codecs import get
-from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
+from msrl_jax.fragments.graph.nodes import Packed
+from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
@@ -248,7 +249,7 @@ def _codec_warnings(unused: Sequence[Edge]) -> Iterator[str]:
 
 def _callback_warnings(runs: _Runs) -> Iterator[str]:
     for i, _ in runs:
-        names = (e.primitive.name for inner in jaxprs_in(i.jaxpr.jaxpr) for e in inner.eqns)
+        names = (e.primitive.name for e in equations_in(i.jaxpr.jaxpr))
         if i.placement.mesh.size > 1 and any("callback" in name for name in names):
             yield (
                 f"program {i.name!r} @ {i.placement.name} makes a host callback on {i.placement.mesh.size} devices: if it "

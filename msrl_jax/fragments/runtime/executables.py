@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.cpu_lowering import lower
-from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
+from msrl_jax.fragments.runtime.memory import MemoryCheck, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
 # JAX's executables reject arrays with elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
@@ -173,9 +173,8 @@ class MemoryCheckedJit:
 
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
         """`what` and `remedy` are for the message: a description of the program, and how to make it smaller."""
-        self._fn, self._what, self._remedy = fn, what, remedy
+        self._fn, self._what, self._check_fits = fn, what, MemoryCheck(lambda: remedy)
         self._executables = Executables()
-        self._checked: set[jax.stages.Compiled] = set()
 
     def begin(self, *args: Any) -> None:
         """Compiles the program for such arguments in another thread."""
@@ -184,9 +183,7 @@ class MemoryCheckedJit:
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
         compiled = self._executables.compile(self._request(args))
-        if compiled not in self._checked:
-            check_program_fits(compiled, self._what, self._remedy)
-            self._checked.add(compiled)
+        self._check_fits(compiled, self._what)
         return compiled(*args)
 
     def _request(self, args: Sequence[Any]) -> Request:

@@ -7,11 +7,15 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
 from msrl_jax.fragments.runtime.executables import Executables, Request, replicated, to_placement_sharding
+from msrl_jax.fragments.runtime.execute import waiting
+from msrl_jax.fragments.runtime.memory import MemoryCheck
+from msrl_jax.fragments.runtime.transfer import Leaves, read
 
 _Packed: TypeAlias = tuple[Any, list[jax.Array]]
 _Loop: TypeAlias = tuple[jax.Array, _Packed, _Packed]
@@ -27,17 +31,39 @@ class FusedLoop:
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
     rewritten: bool  # for its placement, so that inner loops may use the packed carry
+    executables: Executables
+    check_fits: MemoryCheck
 
     @property
     def packs(self) -> bool:
         """Whether small arrays are combined: the metrics, and the state if inner loops use it in that form."""
         return bool(self.leaves) and is_single_accelerator(self.leaves[0].placement)
 
-    def begin(self, executables: Executables, most: int) -> None:
-        """Compiles the program in another thread; `compile` then waits for that."""
-        executables.begin(self._request(most, True, [None] * len(self.metrics)))
+    def run(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
+        """Runs iterations on leaves, whose memory they consume; returns the stacked metrics, read to the host."""
+        loop = self.compile(most)
+        self.check_fits(loop, f"program of up to {most} iterations")
+        flat = self.executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
+        with waiting():
+            rows = read(list(flat[len(leaves) :]))
+        return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in rows]
 
-    def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
+    def run_once(self, leaves: Leaves) -> tuple[Leaves, list[jax.Array]]:
+        """Runs one iteration on leaves, which stay valid; returns metrics that may still be being computed."""
+        flat = self._call_once(*[copies[0] for copies in leaves])
+        return [(x,) for x in flat[: len(leaves)]], list(flat[len(leaves) :])
+
+    @functools.cached_property
+    def _call_once(self) -> Callable[..., Sequence[jax.Array]]:
+        once = self.compile(None, donate=False)
+        self.check_fits(once, "program of one iteration")
+        return self.executables.call(once)
+
+    def begin(self, most: int) -> None:
+        """Compiles the program in another thread; `compile` then waits for that."""
+        self.executables.begin(self._request(most, True, [None] * len(self.metrics)))
+
+    def compile(self, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
         """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
 
         A run therefore computes the same bits in chunks of any length, and a chunk of another length needs no other program.
@@ -45,7 +71,7 @@ class FusedLoop:
         leading axis of length `most`; only the rows of iterations that ran are meaningful.
         """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
-            compiled = executables.compile(self._request(most, donate, prescribed))
+            compiled = self.executables.compile(self._request(most, donate, prescribed))
             made = compiled.output_shardings[len(self.leaves) :]
             if all(to_placement_sharding(s, v) for s, v in zip(made, self.metrics, strict=True)):
                 return compiled

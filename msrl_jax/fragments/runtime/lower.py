@@ -6,14 +6,11 @@ it, as a parameter of the program that reads it.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
@@ -23,19 +20,9 @@ from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instr
 from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
 from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from msrl_jax.fragments.placement import Placement
-from msrl_jax.fragments.runtime.executables import (
-    SMALLER_THAN_A_BYTE,
-    Coalesced,
-    Executables,
-    Request,
-    replicated,
-    to_placement_sharding,
-)
-from msrl_jax.fragments.runtime.memory import is_planned
+from msrl_jax.fragments.runtime.coalesce import coalesce
+from msrl_jax.fragments.runtime.executables import Executables, Request, replicated, to_placement_sharding
 from msrl_jax.fragments.runtime.send_changed import changes_of, compile_patching
-
-SMALL = 2**16
-"""Arrays of a Move of at most this many bytes are joined; sending larger ones is cheaper than copying them twice."""
 
 
 def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
@@ -343,55 +330,3 @@ def body(run: Run) -> Callable[..., Any]:
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
     return fn
-
-
-def coalesce(i: Move, executables: Executables) -> None:
-    """Compiles the programs that join and split the small values of a Move, if several have the same dtype.
-
-    Every transferred array costs host time; the number of bytes does not change. Only replicated values are joined, at the
-    source: JAX would read an array that is split over devices to the host if the other placement splits it differently. Values
-    that cross between processes, or between placements with a common device, are sent separately.
-    """
-    devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
-    if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
-        return
-    at = executables.shardings
-    groups: dict[str, list[int]] = {}
-    for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
-        if _is_plain(source) and source.nbytes <= SMALL and at[result].is_fully_replicated:
-            groups.setdefault(source.aval.dtype.name, []).append(k)
-    several = [ks for ks in groups.values() if len(ks) > 1]
-    if not several:
-        return
-    joined = tuple(k for ks in several for k in ks)
-    alone = tuple(k for k in range(len(i.sources)) if k not in joined)
-    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in several)
-
-    def join(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        rest = iter(arrays)
-        return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
-
-    def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
-        pairs = zip(vectors, shapes, strict=True)
-        parts = [(jnp.split(v, np.cumsum([math.prod(shape) for shape in group])[:-1]), group) for v, group in pairs]
-        return tuple(x.reshape(shape) for xs, group in parts for x, shape in zip(xs, group, strict=True))
-
-    sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
-    arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
-    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
-    executables.coalesced[i] = Coalesced(
-        alone, joined,
-        executables.compile(Request(("join", shapes), join, arrays, (), sent)),
-        executables.compile(Request(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined])),
-        (*(at[i.results[k]] for k in alone), *arriving),
-    )  # fmt: skip
-
-
-def _is_plain(value: Value) -> bool:
-    aval = value.aval
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
-
-
-def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,16 @@ def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) ->
         raise ValueError(
             f"{what} takes {taken:,} bytes of {', '.join(map(str, devices))}, which {have} {limit:,} in all. {remedy}"
         )
+
+
+class MemoryCheck:
+    """Checks each program once with `check_program_fits`."""
+
+    def __init__(self, remedy: Callable[[], str]):
+        self._remedy, self._fitting = remedy, set[jax.stages.Compiled]()
+
+    def __call__(self, compiled: jax.stages.Compiled, what: str) -> None:
+        """Raises ValueError if the program `what` does not fit."""
+        if compiled not in self._fitting:
+            check_program_fits(compiled, what, self._remedy())
+            self._fitting.add(compiled)

@@ -30,12 +30,12 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     return int(number)
 
 
-def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
+def check_seed(seed: Any, seeds: int = 1) -> int:
     """Converts the first of consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
-    first, most = whole(name, seed, least=0), 2**32 - seeds
+    first, most = whole("seed", seed, least=0), 2**32 - seeds
     if first > most:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
-        raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {most}")
+        raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {most}")
     return first
 
 
@@ -73,9 +73,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with writing(path):
             yield partial
             os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == os.fspath(partial):
+            error.filename = os.fspath(path)
         raise
 
 

@@ -16,11 +16,13 @@ import jax
 import numpy as np
 
 from msrl_jax.agents import schedules
-from msrl_jax.configs.fields import is_deferred, tunable_fields, value_of
+from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.names import tunable_fields, value_of
 from msrl_jax.data.experience import attached, detached, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.state_layout import Delayed
 from msrl_jax.registry import resolve
 from msrl_jax.run import processes
 from msrl_jax.run.disk import checkpoint, folder
@@ -235,7 +237,7 @@ def save(result: Result, path: Path) -> Path:
     partial.mkdir(parents=True)
     folder.write_json(partial / folder.CONFIG, result.description)
     folder.write_text(partial / folder.REPEAT, repeating(result.experiment, result.description))
-    count = len(result.history.get("step", ()))
+    count = len(result.history["step"])
     folder.append_rows(partial, ({name: column[i] for name, column in result.history.items()} for i in range(count)))
     timings = {name: result.timings.get(name, 0.0) for name in TIMINGS}
     times = {"wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds, **timings}
@@ -327,7 +329,8 @@ def load(
         return saved, without_experience(state), registers
 
     saved, state, registers = _while_replaced(path, read)
-    told = _told(path, description, saved, is_newest=which == "newest")
+    is_newest = which == "newest" or saved.iteration == max(c.iteration for c in checkpoint.complete(path))
+    told = _told(path, description, saved, is_newest=is_newest)
     return told | {"experiment": experiment, "run_state": state, "registers": registers}
 
 
@@ -351,9 +354,10 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
     steps = None if rows is None else rows[-1]["step"] if rows else 0
     if summary and summary["status"] != "diverged" and steps not in (None, summary["total_steps"]):
         summary = {}  # it belongs to a later checkpoint, which is damaged
+    status = summary.get("status", "unfinished" if is_newest else "earlier checkpoint")
     times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
     return times | {
-        "description": description, "history": stack_rows(rows or []), "status": summary.get("status", "unfinished"),
+        "description": description, "history": stack_rows(rows or [], description), "status": status,
         "stop_reason": summary.get("stop_reason", ""),
         "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
         "evaluation": read_evaluation(progress["evaluation"]), "folder": path,

@@ -15,7 +15,8 @@ from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, epi
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, observation_type
-from msrl_jax.envs.params import GivenParams, ParamSampler, RandomizeParams, find_source, is_of_source, randomized, with_source
+from msrl_jax.envs.param_sources import find_source, is_of_source, with_source
+from msrl_jax.envs.params import GivenParams, ParamSampler, RandomizeParams, randomized
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
@@ -40,8 +41,10 @@ class Behavior:
     env: Environment
     follows: bool = True  # whether environment parameters are drawn from the distributions in a state, or from those of `env`
 
-    def elsewhere(self, env_params: GivenParams) -> "Behavior":
-        """Returns the same behavior with other distributions of environment parameters; if empty, with the defaults."""
+    def elsewhere(self, env_params: GivenParams | None) -> "Behavior":
+        """Returns the behavior with other distributions of environment parameters: the defaults if empty, the same if None."""
+        if env_params is None:
+            return self
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
         return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
 
@@ -298,7 +301,7 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
 
         def without_lost(e: _Episodes, t: Any) -> _Episodes:
             """Restarts episodes that simulators lost (truncated without an answer); training does not count them either."""
-            lost = e.running & t.truncated & ~t.terminated & ~t.present
+            lost = e.running & t.truncated & ~t.terminated & ~t.valid
             keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)  # noqa: E731
             carry = jax.tree.map(keep, behavior.initial_carry(episodes), e.carry)
             zeros = [jax.tree.map(lambda x: keep(jnp.zeros_like(x), x), x) for x in (e.returns, e.lengths, e.metrics)]
@@ -310,15 +313,15 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             # The return of several agents is the sum of their returns, as in training.
             reward = t.reward.sum(-1) if several else t.reward
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
-            present = None if several else t.present  # steps may lack an answer
-            taken = e.running if present is None else e.running & present
-            ended = t.ended if present is None else t.ended & (present | t.terminated)
+            valid = None if several else t.valid  # steps may lack an answer
+            taken = e.running if valid is None else e.running & valid
+            ended = t.ended if valid is None else t.ended & (valid | t.terminated)
             # After its first episode, an environment starts another one, which does not count. So the carry is never reset.
             after = _Episodes(
                 e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
                 e.lengths + taken, e.running & ~ended, episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),
             )  # fmt: skip
-            return after if present is None else without_lost(after, t)
+            return after if valid is None else without_lost(after, t)
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(

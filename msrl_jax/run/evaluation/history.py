@@ -98,12 +98,24 @@ def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None
     return name, iteration, member
 
 
-def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Converts rows to columns."""
+def usual_row(about: Mapping[str, Any]) -> Row:
+    """Returns a row of nan with the columns that runs have in common; `about` is the description of the run."""
+    settings = about["settings"] or {}
+    members = about["seeds"] * max(map(len, settings.values()), default=1)
+    each = np.full((members,) if settings or about["seeds"] > 1 else (), np.nan)
+    kinds = ["episode"] * (about.get("unit") != "updates") + ["eval"] * (about["eval_episodes"] > 0)
+    of_members = [f"{kind}_{name}" for kind in kinds for name in ("return", "length")]
+    return dict.fromkeys(("step", "iteration", "seconds", "steps_per_second"), np.nan) | dict.fromkeys(of_members, each)
+
+
+def stack_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Converts the rows of a run to columns; a run that ended before its first row has the usual columns, empty."""
     unknown: dict[str, np.ndarray] = {}
+    count, rows = len(rows), rows or [usual_row(about)]
     for row in rows:
         unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
-    return {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
+    columns = {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
+    return {name: column[:count] for name, column in columns.items()}
 
 
 def final(history: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -114,6 +126,8 @@ def final(history: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
     """Averages a column, `[C]` or `[C, M]`, over the last part of the run, ignoring nan; or takes the last known value."""
     column = np.asarray(column, np.float64)
+    if not len(column):
+        return np.full(column.shape[1:], np.nan)
     tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
     mean = np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))

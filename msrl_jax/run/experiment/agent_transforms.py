@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.agents.transformations import BRANCHES, Scheduled
-from msrl_jax.configs.fields import value_of
+from msrl_jax.configs.names import value_of
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, whole

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax import algorithms
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.agents.transformations import Counted
-from msrl_jax.configs.fields import all_fields, tunable_fields
+from msrl_jax.configs.names import all_fields, tunable_fields
 from msrl_jax.envs import param_distributions
 from msrl_jax.envs.param_distributions import Distribution, Ramp
 from msrl_jax.fragments import fragment

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.configs.fields import is_object, is_option, text
+from msrl_jax.configs.choices import text
+from msrl_jax.configs.deferred import is_object
+from msrl_jax.configs.fields import is_option
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.naming import reference
 

@@ -13,14 +13,16 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.agents.replay_ratio import check_learns
 from msrl_jax.agents.transformations import counted
-from msrl_jax.configs.fields import is_deferred, is_object, tunable_fields
+from msrl_jax.configs.deferred import is_deferred, is_object
+from msrl_jax.configs.names import tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
-from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, find_source, randomized, source_of
+from msrl_jax.envs.param_sources import find_source, source_of
+from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -252,7 +254,7 @@ class Experiment:
         program = compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )
-        program.check_memory()
+        program.state.check_memory()
         return program
 
     def record(self, steps: int) -> "Experiment":

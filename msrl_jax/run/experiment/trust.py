@@ -8,8 +8,8 @@ from msrl_jax import algorithms, envs, policies
 from msrl_jax.registry import code_names, files
 
 KINDS: Mapping[str, Callable[[str], bool]] = {
-    "env": envs.is_own, "algo": code_names.is_own, "algorithm": code_names.is_own, "policy": policies.is_own,
-    "beside": policies.is_own,
+    "env": envs.is_custom, "algo": code_names.is_own, "algorithm": code_names.is_own, "policy": policies.is_custom,
+    "beside": policies.is_custom,
 }  # fmt: skip
 
 

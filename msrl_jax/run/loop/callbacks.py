@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax.envs.params import ParamSampler, changed, find_source, replace_sources
+from msrl_jax.envs.param_sources import changed, find_source, replace_sources
+from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.runtime.transfer import put
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.terminal import TolerantStream, progress_stream, significant

@@ -22,7 +22,8 @@ import numpy as np
 from msrl_jax.agents.agent import innermost
 from msrl_jax.data.experience import without_experience
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.state_layout import Delayed
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import TIMINGS
 from msrl_jax.run.evaluation.evaluate import Evaluation
@@ -30,7 +31,7 @@ from msrl_jax.run.evaluation.history import NO_EPISODES, HostMetrics, LastEpisod
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 
-Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
+Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished", "earlier checkpoint"]
 
 
 # Limits of one dispatched part of a chunk: bytes of its metrics, and iterations in host-driven and fused plans.

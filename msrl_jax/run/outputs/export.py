@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,11 +15,13 @@ import numpy as np
 
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax.envs import MaskedObservation
-from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.fragments.support.checks import as_path, replacing, whole
 from msrl_jax.fragments.support.random_keys import is_key
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.experiment.plain_data import to_json
+from msrl_jax.run.result import Result
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 one_at_a_time = threading.Lock()  # while jax2onnx converts, some functions of JAX are replaced
@@ -40,6 +43,42 @@ class Policy:
         """Returns the inputs for a number of observations, which may be a symbolic dimension."""
         one = self.inputs.items()
         return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
+
+
+@entry
+def export(
+    result: Result, path: str | os.PathLike, *, sample: bool = False, member: int | None = None, batch: int | None = None
+) -> Path:
+    """Exports the policy to one file that acts without this package and does all that `Result.act` does: normalization, action
+    masks, scaling, recurrent carry.
+
+    The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` for an
+    observation of several arrays; `action_mask`) to `action`. A recurrent agent also takes its carry as `memory_0`, ...,
+    which are zeros at the start of an episode, and returns the carry for the next step. The file also describes its run,
+    inputs and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
+
+    Args:
+      result: the run of the agent.
+      path: `FILE.jaxexport`, for `jax.export.deserialize`, on CPUs, GPUs and TPUs: JAX reads it for at least 6 months. Or
+        `FILE.onnx`, by jax2onnx: `pip install 'msrl-jax[onnx]'`; no other thread may call JAX during the export.
+      sample: whether to sample actions, with the data of a key, uint32 `[2]`, as the input `key`; otherwise the policy
+        takes the most probable actions. Only for `.jaxexport`.
+      member: index of the member; None selects the best one.
+      batch: number of observations per call; None allows any number, which a custom network may not support.
+
+    Returns:
+      The path of the file.
+
+    Raises:
+      ValueError: if the suffix is unknown, the folder or member does not exist, or the format cannot express the policy.
+    """
+    number = result.member(member)
+    about = {key: result.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
+    steps = int(result.history["step"][-1]) if len(result.history["step"]) else 0
+    about |= {"run": result.folder, "member": number, **result.settings[number], "steps": steps, "sample": sample}
+    with one_at_a_time:
+        policy = policy_of(result.behavior, result.acting_state(number), sample)
+        return write(policy, as_path("path", path), about, batch)
 
 
 def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
@@ -78,7 +117,7 @@ def _names_of(observed: Any) -> dict[str, Any]:
 
 
 def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | None) -> Path:
-    """Writes a policy to a file, in the format of its suffix; see `Result.export`."""
+    """Writes a policy to a file, in the format of its suffix; see `export`."""
     check_target("file", path, tuple(_FORMATS))
     suffix = path.suffix.lower()
     if suffix == ".onnx" and "key" in policy.inputs:

@@ -5,6 +5,7 @@ import dataclasses
 import html
 import io
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,15 +18,18 @@ import numpy as np
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.params import with_source
+from msrl_jax.envs.param_sources import with_source
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
-from msrl_jax.fragments.support.checks import replacing, whole
+from msrl_jax.fragments.support.checks import as_path, check_seed, replacing, whole
 from msrl_jax.fragments.support.random_keys import is_key, key_for
+from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.loop.loop import Run
+from msrl_jax.run.result import Result
 
 _CHUNK = 64  # steps that a device records at once
 _FPS = 30.0
@@ -104,6 +108,50 @@ def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: in
     recorded = [play(leaves, key) for key in keys]
     pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
     return Video(pictures, [total for _, total in recorded], fps or rate, title)
+
+
+@entry
+def video(
+    result: Result,
+    path: str | os.PathLike | None = None,
+    *,
+    episodes: int = 1,
+    seed: int = 0,
+    member: int | None = None,
+    max_steps: int = 1000,
+    fps: float | None = None,
+    env_params: GivenParams | None = None,
+) -> Video:
+    """Plays greedy episodes and renders them: states are recorded on the device and rendered afterwards.
+
+    A custom environment is rendered by its method `render(state)`, which returns an image, uint8 `[H, W, 3]`. Without this
+    method, the video shows the images that the agent observes.
+
+    Args:
+      result: the run of the agent.
+      path: a file that ends in `.gif`, `.mp4` or `.html`; None writes no file.
+      episodes: number of episodes, one after another.
+      seed: seed for the randomness of the environments.
+      member: index of the member that plays; None selects the best one.
+      max_steps: steps after which an episode is cut off.
+      fps: frames per second; None uses the rate of the environment.
+      env_params: as in `Result.evaluate`.
+
+    Returns:
+      The video; a notebook displays it as the value of a cell.
+
+    Raises:
+      ValueError: if a number is out of range, the environment cannot be rendered, or the file cannot be written.
+    """
+    file = None if path is None else as_path("path", path)
+    if file is not None:
+        check_file(file)
+    behavior = result.behavior.elsewhere(env_params)
+    title = f"{result.experiment.name} on {result.experiment.env_name}"
+    made = film(behavior, result.acting_state(member), episodes, check_seed(seed), max_steps, fps, title)
+    if file is not None:
+        made.save(file)
+    return made
 
 
 class Filming:

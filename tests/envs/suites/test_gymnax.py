@@ -154,11 +154,3 @@ def test_without_its_data_the_mnist_bandit_says_what_to_do(monkeypatch):
     monkeypatch.setattr(load_mnist, "_download", offline)
     with pytest.raises(RuntimeError, match=r"MNISTBandit-bsuite could not load .*no network.* into /tmp/mnist"):
         envs.make("MNISTBandit-bsuite")
-
-
-@pytest.mark.slow
-def test_with_its_data_the_mnist_bandit_steps_as_gymnax_does(monkeypatch):
-    images = np.arange(5 * 28 * 28, dtype=np.int64).reshape(5, 28, 28).astype(np.int8)
-    monkeypatch.setattr(load_mnist, "load_mnist", lambda: ((images, np.arange(5, dtype=np.uint8)), None))
-    env, steps = check_against_gymnax("MNISTBandit-bsuite")
-    assert env.observation_space.shape == (28, 28) and np.all(steps.terminated)

@@ -1,6 +1,5 @@
 """Pgx's games: names, who may move, the same steps as pgx's own, and what is refused."""
 
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -114,18 +113,3 @@ def test_both_players_of_a_game_are_trained_and_evaluated():
 def test_what_is_no_game_of_two_players_is_refused(name, params, message):
     with pytest.raises(ValueError, match=message):
         envs.make(f"pgx:{name}", **params)
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
-    def version(package):
-        raise metadata.PackageNotFoundError(package)
-
-    with monkeypatch.context() as missing:
-        missing.setattr(metadata, "version", version)
-        with pytest.raises(ImportError, match=r"need pgx 2\.6 or later, which is not installed; .*msrl-jax\[marl\]'"):
-            envs.make("pgx:hex")
-        assert cli.main(["list", "--envs"]) == 0
-        assert "pgx         not installed: pip install 'msrl-jax[marl]' brings" in capsys.readouterr().out
-    monkeypatch.setattr(metadata, "version", lambda package: "1.4.2")
-    with pytest.raises(ImportError, match=r"and 1\.4\.2 is installed; install it with: pip install 'msrl-jax\[marl\]'"):
-        envs.make("pgx:hex")

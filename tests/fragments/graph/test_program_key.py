@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,6 +93,8 @@ def same(a, b):
 
 @settings(max_examples=100, deadline=None)
 @given(values, values)
+@example(0.0, np.float64(0.0))
+@example(1j, np.complex128(1j))
 def test_parameters_have_equal_keys_exactly_if_they_are_the_same(a, b):
     assert (value_key(a) == value_key(b)) == same(a, b)
     if same(a, b):

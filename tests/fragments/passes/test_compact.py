@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax._compat import jaxpr_as_fun, jaxprs_in, scan_p, scan_parts
+from msrl_jax._compat import equations_in, jaxpr_as_fun, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes.compact import compacted
 from msrl_jax.fragments.runtime import fused_loop, lower
@@ -26,7 +26,7 @@ def same_bits(fn, *args):
     structure, leaves = jax.tree.structure(shapes), jax.tree.leaves(args)
     expected, found = (jax.jit(jaxpr_as_fun(x))(*leaves) for x in (closed, new))
     assert_equal_bits(*(jax.tree.unflatten(structure, x) for x in (expected, found)))
-    scans = [(e, scan_parts(e)) for inner in jaxprs_in(new.jaxpr) for e in inner.eqns if e.primitive is scan_p]
+    scans = [(e, scan_parts(e)) for e in equations_in(new.jaxpr) if e.primitive is scan_p]
     return [(scan.num_carry, len(e.outvars) - scan.num_carry) for e, scan in scans]
 
 

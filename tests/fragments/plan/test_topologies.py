@@ -88,4 +88,4 @@ def test_a_pod_of_tpus_is_planned_without_one(spec, count):
     huge = jax.ShapeDtypeStruct((128, 2**32), jnp.float32)
     program = msrl.compile(lambda x: (step(x), {}), huge, policy=msrl.policies.GPUOnly(), axes=AXES, devices=devices)
     with pytest.raises(ValueError, match=f"the state takes {2**41 // count:,} bytes of TPU_.*which has"):
-        program.check_memory()
+        program.state.check_memory()

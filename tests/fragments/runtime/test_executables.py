@@ -126,7 +126,8 @@ def text():
 before = text()
 import msrl_jax as msrl
 assert text() == before
-msrl.train("ppo", "CartPole-v1", total_steps=64, num_envs=4, unroll_length=8, hidden_sizes=(8,))
+iteration, state = lambda key: (jax.random.split(key)[0], jax.random.uniform(key)), jax.random.key(1)
+msrl.compile(iteration, state, policy=msrl.policies.GPUOnly()).run(state, 2)
 jax.clear_caches()
 assert text() == before and "while" in before
 """

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Move, Run, walk
 from msrl_jax.fragments.runtime import execute as runtime
-from msrl_jax.fragments.runtime.lower import SMALL
+from msrl_jax.fragments.runtime.coalesce import SMALL
 from msrl_jax.policies import Central
 from tests.support import toy
 from tests.support.compare import as_numpy, assert_close, run_plain

@@ -94,7 +94,7 @@ def test_states_that_do_not_fit_are_refused_in_bytes():
     program = msrl.compile(iteration, state, policy=policies.MultiLearner(), axes=AXES)
     total = 2**30 * 512 * 4 + 512 * 4 + 8 * 3 * 4  # the parameters stand on all eight devices
     with pytest.raises(ValueError, match=r"its largest leaf is state\.replay, float32\[1073741824, 512\]") as error:
-        program.check_memory()
+        program.state.check_memory()
     assert f"takes {total:,} bytes of" in str(error.value)
 
 

@@ -148,7 +148,7 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     state = start([1] * 4)
     program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=AXES)
     program.run(state, 2)
-    (sender,) = program._executor.senders
+    (sender,) = program._host_loop.executor().senders
     put, sender._put = sender._put, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
@@ -196,7 +196,7 @@ def test_every_transfer_is_counted_also_within_contexts():
     program = msrl.compile(toy.iteration, state, policy=Central(parameter_codec="delta"), axes=toy.AXES)
     program.run(state, 2)
     before = [one.exchanges for one in program.sent.values()]
-    assert len(before) == len(program._executor.senders) > 1
+    assert len(before) == len(program._host_loop.executor().senders) > 1
     with program.delayed(0.0), program.named_in_traces():
         program.run(state, 2)
     assert [one.exchanges for one in program.sent.values()] == [2 * n for n in before]

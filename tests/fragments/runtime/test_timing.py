@@ -77,7 +77,7 @@ def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
     after, _ = program.run(placed, 2)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program.unwrap(before).params, program.unwrap(after).params)
     if not program.is_fused:
-        costs = measure_costs(program.schedule, program._executables, program._place_leaves(state, copy=True))
+        costs = measure_costs(program.schedule, program._executables, program.state.place(state, copy=True))
         timed = {i for i, _ in walk(program.schedule.body) if not isinstance(i, Loop | Free)}
         assert set(costs) == timed and all(0 <= c.dispatch <= c.total for c in costs.values())
         assert found.exchanges == sum(n for i, n in walk(program.schedule.body) if isinstance(i, Move) and not i.is_copy)

@@ -76,9 +76,9 @@ class Answering(WithoutStatistics):
         ]
         of_copies = lambda row: jnp.array(row)[jnp.arange(self.num_envs) % 2]  # noqa: E731
         reward, *flags, metric = (jax.vmap(of_copies)(jnp.array(x, float))[state % 4] for x in zip(*rows, strict=True))
-        terminated, truncated, present = (x.astype(bool) for x in flags)
+        terminated, truncated, valid = (x.astype(bool) for x in flags)
         obs = jnp.zeros((self.num_envs, 2))
-        return state + 1, TimeStep(obs, reward, terminated, truncated, obs, present, jnp.stack([metric] * 2, 1))
+        return state + 1, TimeStep(obs, reward, terminated, truncated, obs, valid, jnp.stack([metric] * 2, 1))
 
     def pop_episodes(self, state):
         return state, {}

@@ -77,10 +77,27 @@ def test_the_last_episodes_of_many_members_take_no_more_memory_than_those_of_the
 
 
 def test_rows_become_columns():
-    columns = stack_rows([{"step": 1.0, "loss": np.array([1.0, 2.0])}, {"step": 2.0, "loss": np.array([3.0, 4.0])}])
+    rows = [{"step": 1, "loss": np.array([1.0, 2.0])}, {"step": 2, "loss": np.array([3.0, 4.0])}]
+    columns = stack_rows(rows, {})
     np.testing.assert_array_equal(columns["step"], [1, 2])
     np.testing.assert_array_equal(columns["loss"], [[1, 2], [3, 4]])
-    assert stack_rows([]) == {}
+    assert columns["step"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("about", "shapes"),
+    [
+        ({}, {"episode_return": (0,), "episode_length": (0,), "eval_return": (0,), "eval_length": (0,)}),
+        ({"seeds": 3, "eval_episodes": 0}, {"episode_return": (0, 3), "episode_length": (0, 3)}),
+        ({"seeds": 3, "settings": {"discount": [0, 1]}, "unit": "updates"}, {"eval_return": (0, 6), "eval_length": (0, 6)}),
+    ],
+)
+def test_a_run_that_ended_before_its_first_row_has_the_usual_columns(about, shapes):
+    columns = stack_rows([], {"seeds": 1, "settings": None, "eval_episodes": 2} | about)
+    of_run = dict.fromkeys(("step", "iteration", "seconds", "steps_per_second"), (0,))
+    assert {name: column.shape for name, column in columns.items()} == of_run | shapes
+    for name, column in columns.items():
+        np.testing.assert_array_equal(last_mean(column), np.full(column.shape[1:], np.nan), err_msg=name)
 
 
 def test_the_last_mean_leaves_gaps_out():

@@ -47,13 +47,13 @@ def parents(pbt, score, ready=None, seed=0):
 # ---- exploit and explore
 
 
-@pytest.mark.parametrize(("fraction", "replaced"), [(0.25, 2), (0.5, 5), (0.01, 1)])
+@pytest.mark.parametrize(("fraction", "replaced"), [(0.25, 2), (0.01, 1)])
 def test_truncation_replaces_the_worst_by_the_best(fraction, replaced):
     pbt = msrl.PBT(search=SEARCH, members=10, fraction=fraction)
     score = np.random.default_rng(0).permutation(10)
     best, worst = np.argsort(score)[-replaced:], np.argsort(score)[:replaced]
     seen = set()
-    for seed in range(60):
+    for seed in range(20):
         found = parents(pbt, score, seed=seed)
         assert set(found[worst]) <= set(best)
         kept = np.setdiff1d(np.arange(10), worst)
@@ -275,7 +275,7 @@ def test_text_says_the_same():
 @functools.cache
 def reference(iterations=6):
     """The run of eight members, the initial state, and the result of plain jit(scan)."""
-    setup = make_experiment("ppo", ENV, overrides=SMALL, pbt=EIGHT)
+    setup = make_experiment("ppo", ENV, **SMALL, pbt=EIGHT)
     state = setup.initial_state()
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 

@@ -2,16 +2,15 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import cli, envs
+from msrl_jax import envs
 from msrl_jax.run import Result, RunFolderError
-from msrl_jax.run.outputs.summary import copies
+from msrl_jax.run.outputs.figures import copies
 from msrl_jax.run.prepare import make_experiment
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
@@ -69,11 +68,11 @@ def test_settings_summary_and_text(trained):
 
 @pytest.mark.long
 def test_lineage_is_drawn(trained, tmp_path, members):
-    figure = trained.plot_lineage(tmp_path / "lineage.png")
+    figure = msrl.plot_lineage(trained, tmp_path / "lineage.png")
     assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
     assert (tmp_path / "lineage.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="this run has no lineage; train with pbt"):
-        members.plot_lineage()
+        msrl.plot_lineage(members)
 
 
 @pytest.mark.long
@@ -94,7 +93,7 @@ def test_a_run_goes_on_exactly_in_the_middle_of_a_period(trained, tmp_path):
 
 def test_initial_values_may_be_given():
     rates = (1e-3, 2e-3, 3e-3, 4e-3)
-    given = make_experiment("ppo", ENV, overrides={"learning_rate": list(rates), **SMALL}, pbt=FOUR)
+    given = make_experiment("ppo", ENV, **{"learning_rate": list(rates), **SMALL}, pbt=FOUR)
     assert given.settings == FOUR.initial(0) | {"learning_rate": rates}
 
 
@@ -114,7 +113,7 @@ def test_initial_values_lie_in_the_search(search, message):
 def test_bounds_rounded_to_float32_lie_in_the_search():
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
     rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
-    experiment = make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt)
+    experiment = make_experiment("ppo", ENV, **{"learning_rate": rounded, **SMALL}, pbt=pbt)
     assert rounded[0] < 1e-6 and experiment.members == 2
 
 
@@ -142,14 +141,14 @@ def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
     assert result.history["skipped_updates"][:3, 1].sum() == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_population_goes_back_with_smaller_rates():
     result = train_unsteady("rollback", 2e18)
     assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
     np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
 def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction):
     run = functools.partial(
@@ -166,18 +165,6 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     assert result.history["iteration"].tolist()[:2] == [2, 4]
     order = np.argsort(loss[0])
     assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
-
-
-@pytest.mark.long
-def test_the_command_line_trains_a_population(tmp_path, capsys):
-    code = cli.main([
-        "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8",
-        "--num-minibatches", "2", "--pbt", "members=2,every=2,exploit=tournament,learning_rate=log_uniform:1e-5:1e-2",
-        "--out", str(tmp_path / "run"), "--progress", "none", "--json", "--eval-episodes", "0",
-    ])  # fmt: skip
-    assert code == 0
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [m["seed"] for m in summary["members_at_end"]] == [0, 1]
 
 
 @pytest.mark.slow

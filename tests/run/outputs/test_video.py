@@ -194,7 +194,7 @@ def test_mujoco_draws(env):
     assert pictures.shape[-1] == 3 and (pictures[0] != pictures[-1]).any() and pictures.std() > 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_images_that_the_agent_sees_are_shown():
     """Of an environment that nothing draws: the newest of its frames."""
 

@@ -1,0 +1,104 @@
+"""Options: objects that select one of several alternatives in a field of a config.
+
+An option is a small frozen class with the numbers that one alternative needs. Its text is `NAME:field=value,...`, such as
+`per_env:0.3`.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+from msrl_jax.configs.classes import class_of_fields
+from msrl_jax.configs.fields import choices, field, is_option, tunable
+from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, tunable))
+def option(cls: type[T]) -> type[T]:
+    """Makes a class an option: one alternative of a config field.
+
+    The class declares fields, as a config does, and may have a method `check()`, which raises ValueError if they contradict
+    each other. Its text is `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`.
+
+    Args:
+      cls: the class.
+
+    Returns:
+      The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
+    """
+    made: Any = cls
+    made.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    made.read = staticmethod(read)
+    made.__str__ = lambda self: text(self)
+    made.__repr__ = lambda self: f"{cls.__name__}({', '.join(f'{name}={x!r}' for name, x in _given(self).items())})"
+    return class_of_fields(made, f"the option {cls.__name__}", repr=False)
+
+
+def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
+    """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them."""
+    value = read_option(where, value, field) if isinstance(value, str | Call) else value
+    if not isinstance(value, (*choices(field), *[type(None)] * (type(None) in parts_of(field.type)))):
+        raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
+    return value
+
+
+def text(option: Any, *, whole: bool = False) -> str:
+    """Returns the text of an option, without default values unless `whole`."""
+    return written(option, whole=whole, nested=False)
+
+
+def _given(option: Any, *, whole: bool = False) -> dict[str, Any]:
+    """Returns the fields of an option that differ from their defaults, or all fields if `whole`."""
+    fields = ((f.name, getattr(option, f.name), f.default) for f in dataclasses.fields(option))
+    return {name: x for name, x, usual in fields if whole or type(x) is not type(usual) or x != usual}
+
+
+def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
+    """Returns the text of an argument of an option, in the form that `read_call` parses."""
+    if is_option(value):
+        kwargs = {name: written(x, whole=whole) for name, x in _given(value, whole=whole).items()}
+        return write_call(value.option, kwargs, nested=nested and bool(kwargs))
+    return write_argument(value)
+
+
+def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+    """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
+    if given == "None" and type(None) in parts_of(field.type):
+        return None
+    try:
+        call = read_call(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    known = {kind.option: kind for kind in choices(field)}
+    if (kind := known.get(call.name)) is None:
+        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known)}")
+    try:
+        inspect.signature(kind).bind(*call.args, **call.kwargs)
+    except TypeError:
+        known = {f.name: written(f.default) for f in dataclasses.fields(kind)}
+        near = "".join(suggestion(name, known) for name in sorted(call.kwargs.keys() - known))
+        taken = ", ".join(f"{name}={x}" for name, x in known.items()) or "nothing"
+        raise ValueError(f"{where}: {call.name} takes {taken}{near}") from None
+    with located(where, kind):
+        return kind(*call.args, **call.kwargs)
+
+
+def _names(field: dataclasses.Field[Any]) -> str:
+    """Lists the options of a field, for messages."""
+    return "one of " + ", ".join([*(kind.option for kind in choices(field)), *["None"] * (type(None) in parts_of(field.type))])
+
+
+@contextlib.contextmanager
+def located(place: str, option: Any) -> Iterator[None]:
+    """Adds the place to the errors of an option: `DQN.replay.n_step` instead of `Replay.n_step`."""
+    try:
+        yield
+    except ValueError as error:
+        name = getattr(option, "__name__", type(option).__name__)
+        raise ValueError(re.sub(rf"^{name}\b", place, str(error))) from None

@@ -1,0 +1,64 @@
+"""Makes classes of fields: frozen dataclasses that are checked on construction, and pytrees of their tunable numbers."""
+
+import dataclasses
+import typing
+from typing import Any, ClassVar
+
+import jax
+
+from msrl_jax.configs.checking import check_fields
+from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.fields import choices
+from msrl_jax.fragments.support.tracebacks import entry
+
+
+def class_of_fields(cls: Any, where: str, **how: bool) -> Any:
+    """Makes a class a frozen dataclass that is checked on construction, and a pytree whose leaves are its tunable numbers.
+
+    Args:
+      cls: the class, which declares fields, and may have a method `check()` for fields that contradict each other.
+      where: what to call the class in messages.
+      **how: arguments of `dataclasses.dataclass`.
+
+    Returns:
+      The class. The leaves of its options are leaves too.
+    """
+    _check_declaration(cls, where)
+    cls.__post_init__ = _check_made
+    made: Any = entry(dataclasses.dataclass(frozen=True, **how)(cls))
+    hints = typing.get_type_hints(made)
+    for f in dataclasses.fields(made):
+        f.type = hints[f.name]
+    known = dataclasses.fields(made)
+    leaves = [f.name for f in known if f.metadata.get("tunable") or choices(f)]
+    static = [f.name for f in known if f.name not in leaves]
+
+    def flatten(self: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(self, n) for n in leaves), tuple(getattr(self, n) for n in static)
+
+    def unflatten(rest: tuple[Any, ...], values: Any) -> Any:
+        self = object.__new__(made)  # unchecked, because JAX puts arbitrary objects into leaves
+        for n, value in (*zip(leaves, values, strict=True), *zip(static, rest, strict=True)):
+            object.__setattr__(self, n, value)
+        return self
+
+    check_fields(unflatten(tuple(f.default for f in known if f.name in static), [f.default for f in known if f.name in leaves]))
+    jax.tree_util.register_pytree_node(made, flatten, unflatten)
+    return made
+
+
+def _check_declaration(cls: type, where: str) -> None:
+    """Raises TypeError unless every field is documented, and tunable fields are numbers."""
+    for name, kind in typing.get_type_hints(cls).items():
+        about = getattr(vars(cls).get(name), "metadata", {})
+        if typing.get_origin(kind) is not ClassVar and "doc" not in about:
+            raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
+        if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
+            raise TypeError(f"{where} has the tunable field {name!r}, which is not a float; use field, or float in its type")
+
+
+def _check_made(self: Any) -> None:
+    """Checks an object of fields on construction; if it has schedules, `resolve.check` calls its `check` later."""
+    check_fields(self)
+    if hasattr(self, "check") and not any(map(is_deferred, jax.tree.leaves(self, is_leaf=is_deferred))):
+        self.check()

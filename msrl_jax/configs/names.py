@@ -1,0 +1,28 @@
+"""Fields of configs and of the options in them, by dotted name."""
+
+import dataclasses
+import operator
+from typing import Any
+
+from msrl_jax.configs.fields import choices, is_option
+
+
+def all_fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Returns the fields of a config and its options, by dotted name; for a class, those of all options that it accepts."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for f in dataclasses.fields(config):
+        found[f.name] = f
+        held = choices(f) if isinstance(config, type) else [getattr(config, f.name)]
+        for each in filter(is_option, held):
+            found |= {f"{f.name}.{name}": inner for name, inner in all_fields(each).items()}
+    return found
+
+
+def tunable_fields(config: Any) -> tuple[str, ...]:
+    """Returns the names of the fields that may differ between the population members of one program."""
+    return tuple(name for name, f in all_fields(config).items() if f.metadata.get("tunable"))
+
+
+def value_of(config: Any, name: str) -> Any:
+    """Returns the value of a field of a config, or of an option in it."""
+    return operator.attrgetter(name)(config)

@@ -1,0 +1,215 @@
+"""Placing: where glue and carried values are, once fragments have their placements.
+
+A value that does not depend on a placed fragment (a counter, a schedule, a split key) is *free*: every placement that needs it
+computes it locally. Other glue runs where its inputs are made. A node with effects (a callback, a print) runs at one placement,
+even if no program reads its results.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msrl_jax._compat import Atom, Literal, Var
+from msrl_jax.fragments.graph.nodes import Node, Region
+from msrl_jax.fragments.passes.grouping import ProgramNodes
+from msrl_jax.fragments.placement import Placement, one_per_mesh
+
+
+@dataclass(eq=False)
+class Partition:
+    """A region with all placement decisions."""
+
+    region: Region
+    groups: list[ProgramNodes]  # the programs and opened loops, in an order that respects all dependencies
+    # for each variable, the placements that have it without a transfer, the canonical one first. (The code around a loop
+    # determines where its constants and xs are; stacked results are where they are read.)
+    available_at: dict[Var, list[Placement]]
+    needed_at: dict[Var, list[Placement]]  # for each constant, carried variable and x, the placements that use it
+    # for each carried variable, the placements that keep a copy of it between repetitions
+    carry_placements: list[list[Placement]]
+    loops: dict[Node, "Partition"]  # the partitions of opened loops
+
+    @property
+    def inputs_at(self) -> list[list[Placement]]:
+        """The placements that use each input of the region."""
+        carry_placements = dict(zip(self.region.carry, self.carry_placements, strict=True))
+        return [carry_placements[v] if v in carry_placements else self.needed_at[v] for v in self.region.inputs]
+
+    def program_placements(self) -> Iterator[Placement]:
+        """The placements of the programs in order, also of those in opened loops."""
+        for group in self.groups:
+            if group.placement is not None:
+                yield group.placement
+            else:
+                yield from self.loops[group.nodes[0]].program_placements()
+
+    def result_placements(self, i: int) -> list[Placement]:
+        """The placements that can have the loop's i-th result without an additional transfer, the canonical one first.
+
+        A result can be stacked where its rows are made, and where its rows are sent anyway.
+        """
+        if i < len(self.carry_placements):
+            return self.carry_placements[i]
+        out, found = self.region.results[i - len(self.carry_placements)], list[Placement | None]()
+        if isinstance(out, Var):
+            readers = (g.placement for g in self.groups for n in g.nodes if out in n.eqn.invars)
+            found = [*self.available_at.get(out, ()), *self.needed_at.get(out, ()), *readers]
+        return list(dict.fromkeys(p for p in found if p is not None)) or [next(self.program_placements())]
+
+
+class Placing:
+    """The placements of each node of a region (`places`, several for free glue) and of each carried variable (`home`)."""
+
+    def __init__(
+        self, region: Region, registers: Mapping[Var, list[Placement]], loops: Mapping[Node, Partition], default: Placement
+    ):
+        """Places everything; `registers` has the carried variables whose homes are given, `loops` those already placed."""
+        self.region, self.loops, self.default = region, loops, default
+        self.free = _replicable(region, registers)
+        self.readers = _readers(region, loops)
+        self.places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
+        self.home: dict[Var, list[Placement]] = dict(registers)
+        self._place_dependents()
+        for node in region.nodes:
+            if node.is_glue and node.has_effects and node not in self.places:
+                self.places[node] = [self._first_reader(node) or default]
+                self._place_dependents()
+        # Readers come first, so that only values carried between repetitions take more than one round.
+        free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in self.places]
+        self._place_where_needed(free_glue)
+        for var in region.carry:
+            self.home.setdefault(var, [default])
+        self._place_what_is_left(free_glue)
+        self.home = {v: one_per_mesh(at) for v, at in self.home.items()}
+
+    def needed_at(self, variables: Iterable[Var]) -> list[Placement]:
+        """The placements that read some variables."""
+        found: dict[Placement, None] = {}
+        for reader in (r for v in variables for r in self.readers.get(v, ())):
+            if isinstance(reader, Node):
+                reader = self.places.get(reader, ())
+            elif isinstance(reader, Var):
+                reader = self.home.get(reader, ())
+            found.update(dict.fromkeys(reader))
+        return list(found)
+
+    def made_at(self, node: Node, i: int) -> list[Placement]:
+        """The placements that have a node's i-th result; none if the node is not placed yet."""
+        return self.loops[node].result_placements(i) if node in self.loops else self.places.get(node, [])
+
+    def _place_dependents(self) -> None:
+        """Glue that depends on a placed node runs where its inputs are made.
+
+        Among several placements, it uses the one that waits for the others anyway; elsewhere, it would delay the next program.
+        """
+        producers, depth = self.region.producers, _depth(self.region)
+
+        def located(atom: Atom) -> list[Placement]:
+            if isinstance(atom, Literal) or atom in self.free:
+                return []
+            node = producers.get(atom)
+            return self.home.get(atom, []) if node is None else self.made_at(node, node.eqn.outvars.index(atom))
+
+        changed = True
+        while changed:
+            changed = False
+            for node in self.region.nodes:
+                if not node.is_glue or node in self.places:
+                    continue
+                sources = [a for a in node.eqn.invars if located(a)]
+                if sources:
+                    deepest = max(sources, key=lambda a: depth.get(a, 0))
+                    self.places[node] = located(deepest)[:1]
+                    changed = True
+            for var, out in zip(self.region.carry, self.region.next_carry, strict=True):
+                if var not in self.home and var not in self.free and (at := located(out)):
+                    self.home[var] = at
+                    changed = True
+
+    def _place_where_needed(self, free_glue: Sequence[Node]) -> None:
+        """Free glue and free carry go wherever they are needed. This ends, because sets of placements only grow."""
+        self.places.update({node: [] for node in free_glue})
+        while True:
+            before = [self.places[n] for n in free_glue], dict(self.home)
+            for node in free_glue:
+                self.places[node] = self.needed_at(node.eqn.outvars)
+            self.home.update({v: at for v in self.region.carry if v in self.free and (at := self.needed_at([v]))})
+            if before == ([self.places[n] for n in free_glue], self.home):
+                return
+
+    def _place_what_is_left(self, free_glue: Sequence[Node]) -> None:
+        """Glue that only a counter or a metric needs runs at the default placement, and what it reads is there, too."""
+        wanted = {a for a in [*self.region.next_carry, *self.region.results] if isinstance(a, Var)}
+        grew = True
+        while grew:
+            grew = False
+            for node in free_glue:
+                at = list(dict.fromkeys([*self.places[node], *self.needed_at(node.eqn.outvars)]))
+                if not at and any(v in wanted for v in node.eqn.outvars):
+                    at = [self.default]
+                if at != self.places[node]:
+                    self.places[node], grew = at, True
+            for var in self.region.carry:
+                at = list(dict.fromkeys([*self.home[var], *self.needed_at([var])]))
+                if var in self.free and at != self.home[var]:
+                    self.home[var], grew = at, True
+
+    def _first_reader(self, node: Node) -> Placement | None:
+        """The placement of the first placed node that reads a node's results, directly or through glue, if any."""
+        reached = set(node.eqn.outvars)
+        for reader in self.region.nodes:
+            if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
+                continue
+            if reader in self.places:
+                return self.places[reader][0]
+            reached.update(reader.eqn.outvars)
+        return None
+
+
+def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+    """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
+    carried = set(region.carry) - set(registers)
+    while True:  # terminates, because `carried` shrinks every time
+        free: set[Var] = {*region.consts, *region.xs, *carried}
+        for node in region.nodes:
+            pure = node.is_glue and not node.has_effects
+            if pure and all(isinstance(a, Literal) or a in free for a in node.eqn.invars):
+                free.update(node.eqn.outvars)
+        pairs = zip(region.carry, region.next_carry, strict=True)
+        stays = {v for v, out in pairs if v in carried and (isinstance(out, Literal) or out in free)}
+        if stays == carried:
+            return free
+        carried = stays
+
+
+def _depth(region: Region) -> dict[Atom, int]:
+    """For each variable, the length of the longest chain of placed nodes that leads to it."""
+    depth: dict[Atom, int] = {}
+    for node in region.nodes:
+        before = max((depth.get(a, 0) for a in node.eqn.invars if isinstance(a, Var)), default=0)
+        depth.update(dict.fromkeys(node.eqn.outvars, before + (not node.is_glue)))
+    return depth
+
+
+_Reader: TypeAlias = Node | Var | Sequence[Placement]
+"""A reader of a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
+
+
+def _readers(region: Region, loops: Mapping[Node, Partition]) -> dict[Var, list[_Reader]]:
+    """The readers of each variable, in program order."""
+    readers: dict[Var, list[_Reader]] = {}
+
+    def read(atom: Atom, reader: _Reader) -> None:
+        if isinstance(atom, Var):
+            readers.setdefault(atom, []).append(reader)
+
+    for node in region.nodes:
+        if node in loops:
+            for atom, at in zip(node.eqn.invars, loops[node].inputs_at, strict=True):
+                read(atom, at)
+        else:
+            for atom in node.eqn.invars:
+                read(atom, node)
+    for atom, var in zip(region.next_carry, region.carry, strict=True):
+        read(atom, var)
+    return readers

@@ -1,0 +1,68 @@
+"""Coalescing: small values of a Move travel as one vector, because every transferred array costs host time."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from msrl_jax.fragments.passes.instructions import Move, Value
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated
+from msrl_jax.fragments.runtime.memory import is_planned
+
+SMALL = 2**16
+"""Arrays of a Move of at most this many bytes are joined; sending larger ones is cheaper than copying them twice."""
+
+
+def coalesce(i: Move, executables: Executables) -> None:
+    """Compiles the programs that join and split the small values of a Move, if several have the same dtype.
+
+    Every transferred array costs host time; the number of bytes does not change. Only replicated values are joined, at the
+    source: JAX would read an array that is split over devices to the host if the other placement splits it differently. Values
+    that cross between processes, or between placements with a common device, are sent separately.
+    """
+    devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
+    if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
+        return
+    at = executables.shardings
+    groups: dict[str, list[int]] = {}
+    for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
+        if _is_plain(source) and source.nbytes <= SMALL and at[result].is_fully_replicated:
+            groups.setdefault(source.aval.dtype.name, []).append(k)
+    several = [ks for ks in groups.values() if len(ks) > 1]
+    if not several:
+        return
+    joined = tuple(k for ks in several for k in ks)
+    alone = tuple(k for k in range(len(i.sources)) if k not in joined)
+    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in several)
+
+    def join(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(arrays)
+        return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
+
+    def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
+        pairs = zip(vectors, shapes, strict=True)
+        parts = [(jnp.split(v, np.cumsum([math.prod(shape) for shape in group])[:-1]), group) for v, group in pairs]
+        return tuple(x.reshape(shape) for xs, group in parts for x, shape in zip(xs, group, strict=True))
+
+    sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
+    arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
+    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
+    executables.coalesced[i] = Coalesced(
+        alone, joined,
+        executables.compile(Request(("join", shapes), join, arrays, (), sent)),
+        executables.compile(Request(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined])),
+        (*(at[i.results[k]] for k in alone), *arriving),
+    )  # fmt: skip
+
+
+def _is_plain(value: Value) -> bool:
+    aval = value.aval
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
+
+
+def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
