@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from msrl_jax.configs.config import ALGORITHMS
 from msrl_jax.fragments.support.checks import suggestion
+from msrl_jax.registry.table import ALGORITHMS
 
 _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
 """The files that were loaded by path, as they were then."""
