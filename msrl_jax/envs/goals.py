@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._compat import used_inputs
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, drop_weak_types, env_name, is_on_host, iter_wrapped, output_shapes
 from msrl_jax.envs.check_types import compare_types, returned, show
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.params import RandomizeParams, with_params
 from msrl_jax.envs.privileged import are_privileged
+from msrl_jax.fragments.support.reading import are_read
 
 KEYS = ("observation", "achieved_goal", "desired_goal")  # as in Gymnasium-Robotics
 
@@ -105,9 +105,9 @@ def _check_constant(env: Environment, *goals: PyTree) -> None:
     for inner in iter_wrapped(env):
         if isinstance(inner, RandomizeParams):
             params = output_shapes(inner.reset)[0].params
-            jaxpr = jax.make_jaxpr(lambda params, *g, env=inner.env: with_params(env, params).goal_reward(*g))(params, *goals)
-            for name, is_used in zip(sorted(params), used_inputs(jaxpr.jaxpr), strict=False):
-                if is_used:
+            is_read = are_read(lambda params, *g, env=inner.env: with_params(env, params).goal_reward(*g), params, *goals)
+            for name, matters in zip(sorted(params), is_read, strict=True):
+                if matters:
                     raise ValueError(
                         f"goal_reward of {env_name(env)} depends on {name}, which env_params draws for every episode; remove "
                         "it from env_params, or do not relabel goals"

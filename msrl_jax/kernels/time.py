@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._compat import used_inputs
+from msrl_jax.fragments.support.reading import are_read
 
 
 def backward_sums(delta: jax.Array, decay: jax.Array) -> jax.Array:
@@ -52,8 +52,7 @@ def truncated_values(
     """
     # Parameters that the function does not read are left out, so that they are not sent to the device that computes the values.
     leaves, tree = jax.tree.flatten(params)
-    jaxpr = jax.make_jaxpr(of_params)(params, jax.tree.map(lambda x: x[0], final))
-    is_read = used_inputs(jaxpr.jaxpr)[: len(leaves)]
+    is_read = are_read(of_params, params, jax.tree.map(lambda x: x[0], final))
 
     def value(read: Sequence[Any], final: Any) -> jax.Array:
         left = iter(read)
