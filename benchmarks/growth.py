@@ -98,7 +98,7 @@ def sampling(capacity: int) -> float:
 
 
 def chain(fragments: int) -> Callable[[dict], tuple[dict, dict]]:
-    """An iteration of so many fragments, in turn of actors and learners."""
+    """An iteration of so many fragments, alternately of actors and learners."""
     act = msrl.fragment(role="actor")(lambda params, x: 0.5 * x + params[0].sum())
     learn = msrl.fragment(role="learner")(lambda params, x: [0.9 * p - 0.01 * x.mean() for p in params])
 
@@ -127,7 +127,7 @@ def table_of_metrics(members: int) -> float:
 
 
 def resuming(unrolls: int) -> float:
-    """Peak bytes of a learner that goes on after so many unrolls."""
+    """Peak bytes of a learner that resumes after so many unrolls."""
     with tempfile.TemporaryDirectory() as name:
         log = UnrollLog(Path(name))
         log.begin(0)

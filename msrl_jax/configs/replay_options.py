@@ -30,7 +30,7 @@ class Replay:
     priorities: Prioritized | None = field(default=None, doc="whether larger TD errors are drawn more often. Usual: None.")
 
     def check(self) -> None:
-        """Raises ValueError if there is no such codec."""
+        """Raises ValueError if the codec is unknown."""
         if self.storage is not None:
             try:
                 codecs.get(self.storage)

@@ -172,7 +172,7 @@ def act(
         try:
             for thread in threads:
                 thread.join()
-        finally:  # after Ctrl-C, no thread goes on; a thread that computes while Python ends would abort the process
+        finally:  # after Ctrl-C, no thread continues; a thread that computes while Python ends would abort the process
             for actor in actors:
                 actor.leave()
             for thread in threads:

@@ -1,6 +1,6 @@
-"""Keeps each frame of stacked observations once: the stacks of `obs` and `next_obs` are put together when they are read.
+"""Keeps each frame of stacked observations once: reading combines them to the stacks of `obs` and `next_obs`.
 
-Frames of an environment are in a ring of their own, in the order in which they were seen. An observation that continues the
+The frames of an environment have a separate ring, in the order in which they were seen. An observation that continues the
 one before adds its newest frame; any other observation, such as the first of an episode, adds all of its frames. So the stack
 of a step ends at one position of the ring, that of its successor one later, and a step keeps that position alone.
 """
@@ -82,7 +82,7 @@ class Stacks:
         newest = held.pushed + jnp.cumsum(new, 0, jnp.int32) - 2  # of `obs`; that of `next_obs` comes after it
 
         stack = newest + jnp.arange(1 - n, 1, dtype=jnp.int32)[:, None, None]
-        stack = jnp.where(new == 1, self.size, stack % self.size)  # frames that are there already are not written
+        stack = jnp.where(new == 1, self.size, stack % self.size)  # frames that the ring has are not written again
         at = jnp.concatenate([stack, (newest + 1)[None] % self.size])
         frames = [obs[..., k * width : (k + 1) * width] for k in range(n)] + [next_obs[..., -width:]]
         vectors = jnp.stack([frame.reshape(*frame.shape[:2], -1) for frame in frames])

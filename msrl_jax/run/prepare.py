@@ -132,8 +132,8 @@ def as_asked(
         experiment = _resumed(saved, algo, env, asked, trust)
     if saved is not None and (new := experiment.to_json()["config"].keys() - saved.description["config"].keys()):
         raise RunFolderError(
-            f"the run in {saved.path} has no {min(new)}, which is a field of {experiment.name} now; go on with the code that "
-            "the run began with, or start a new run in another folder"
+            f"the run in {saved.path} has no {min(new)}, which is a field of {experiment.name} now; resume with the code that "
+            "it began with, or start a new run in another folder"
         )
     if saved is not None and (differs := difference(saved.description, experiment.to_json())):
         raise _differs(saved, *differs)

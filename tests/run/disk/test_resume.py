@@ -231,7 +231,7 @@ def test_a_run_does_not_go_on_with_a_field_that_it_did_not_have(tmp_path):
     about = make_experiment("ppo", ENV).to_json()
     about["config"].pop("clip_value")
     saved, nothing = SimpleNamespace(path=tmp_path, description=about, iteration=0), collections.defaultdict(lambda: None)
-    with pytest.raises(RunFolderError, match=r"has no clip_value, which is a field of ppo now; go on with the code that"):
+    with pytest.raises(RunFolderError, match=r"has no clip_value, which is a field of ppo now; resume with the code that"):
         as_asked(nothing, {}, saved, None, trust=False)
 
 
