@@ -21,7 +21,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from comparison import machine, new_file, our_versions, rewrite
+from comparison import machine, our_versions, rewrite
 from scipy import stats
 
 import msrl_jax as msrl
@@ -276,9 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=[*ENVS], default=[*ENVS], help="measure these; keep others of the record")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to try the command out")
-    parser.add_argument("--json", type=new_file, required=True, help="write the record here, after every environment")
+    parser.add_argument("--json", type=curves.new_file, required=True, help="write the record here, after every environment")
     parser.add_argument("--docs", type=Path, help="rewrite the tables in this page")
-    parser.add_argument("--svg", type=new_file, help="draw the figure here")
+    parser.add_argument("--svg", type=curves.new_file, help="draw the figure here")
     args = parser.parse_args(argv)
     sizes = TINY if args.tiny else Sizes()
     old = json.loads(args.json.read_text())["environments"] if args.json.exists() else {}

@@ -99,7 +99,7 @@ RUN_HERE = (
     (RECIPES, TOP),
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
-    (GUARANTEES, "Numbers that are not finite"),
+    (GUARANTEES, "Non-finite values"),
     (SCALING, TOP),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
@@ -432,7 +432,7 @@ def test_one_word_changes_where_it_runs(run_sections):
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
     steps = 4096, 2048, 1088, 4096  # of SAC, with an update for every other step, only as many as it needs to begin
-    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Networks of your own", steps=steps)
+    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Custom networks", steps=steps)
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]

@@ -61,9 +61,7 @@ class Expectile:
 class OfPolicy:
     """Targets use the values of the policy's actions (AWAC, CRR)."""
 
-    num_actions: int = field(
-        default=1, doc="sampled actions of the policy whose values are averaged. Usual: 1, 4 (CRR)."
-    )
+    num_actions: int = field(default=1, doc="sampled actions of the policy whose values are averaged. Usual: 1, 4 (CRR).")
     baseline: Literal["mean", "max"] = field(
         default="mean", doc='baseline of advantages: the mean or the best value of the policy\'s actions. Usual: "mean".'
     )

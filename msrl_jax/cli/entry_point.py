@@ -3,7 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from msrl_jax.fragments.support.tracebacks import entry
 
+
+@entry
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, as `command_line.main` does, which lists the exit codes.
 

@@ -96,7 +96,7 @@ class Outcome:
     @property
     def steps_per_second(self) -> float:
         """Environment steps per second of all members: the median over all chunks except the first, if there are several."""
-        rates = self.history["steps_per_second"]
+        rates = self.history.get("steps_per_second", ())
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     def final(self, name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
-from msrl_jax._compat import jaxprs_in
+from msrl_jax._compat import equations_in
 from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.base import to_32_bit
 from msrl_jax.losses import critics
@@ -61,7 +61,7 @@ def types(name):
     agent = make_experiment(name, env, total_steps=10_000, **fields).agent
     state = jax.eval_shape(lambda key: agent.with_data(agent.init(key)), jax.random.key(0))
     program, results = jax.make_jaxpr(agent.iteration, return_shape=True)(state)
-    products = [eqn for body in jaxprs_in(program.jaxpr) for eqn in body.eqns if eqn.primitive.name == "dot_general"]
+    products = [eqn for eqn in equations_in(program.jaxpr) if eqn.primitive.name == "dot_general"]
     described = jax.tree.map(lambda x: (x.shape, x.dtype), (state, *results))
     return jax.tree.leaves_with_path(described, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 2), {
         eqn.outvars[0].aval.dtype.name for eqn in products

@@ -65,7 +65,7 @@ def record(*rows, **changes):
 def test_the_table_has_medians_ratios_versions_and_the_machine():
     found = table(record(row("ppo a", [3000.0, 1000.0, 2000.0], [1000.0] * 3), row("dqn b", [10.0] * 3, [20.0] * 3, None)))
     assert found == textwrap.dedent("""\
-        | setting | msrl_jax | Rejax | ratio | ratio of each turn | share of peak | cores of others | commit |
+        | setting | msrl_jax | Rejax | ratio | ratio of each round | share of peak | cores of others | commit |
         |---|---|---|---|---|---|---|---|
         | ppo a | 2,000 | 1,000 | 2.00 | 1.00 to 3.00 | 6% | 0.25 | abc |
         | dqn b | 10 | 20 | 0.50 | 0.50 to 0.50 | 0% | - | abc |

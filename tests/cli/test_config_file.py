@@ -144,7 +144,7 @@ def test_flags_win(tmp_path):
 MISTAKES = [
     ("lerning_rate = 3", "line 1: unknown key 'lerning_rate' (did you mean 'learning_rate'?)"),
     ("seed = 1\ndata = 'x.npz'", "line 2: unknown key 'data', which is one of apex_dqn, bc,"),
-    ("env = CartPole-v1", "line 1: no TOML (Invalid value); write key = value, with text in double quotes"),
+    ("env = CartPole-v1", "line 1: bad TOML (Invalid value); write key = value, with text in double quotes"),
     ("seed = 1\nnum_envs = 7\nseed = 2", "line 3: seed is given twice, first in line 1"),
     ("\n# one\nseed = 1.5", "line 3: seed is '1.5', which is not a whole number"),
     ("learning_rate = nan", "line 1: learning_rate is nan; use a finite number"),

@@ -166,7 +166,7 @@ def test_a_notebook_shows_the_curve_and_the_text(trained):
     assert shown.count("<svg") == 1 and f"<pre>{html.escape(repr(trained))}</pre>" in shown
     empty = dataclasses.replace(trained, history=stack_rows([], trained.description))
     assert "<svg" not in empty._repr_html_() and "<pre>Result: " in empty._repr_html_()
-    assert "chunk trains" not in repr(empty) and empty.to_pandas().empty and empty.plot() is not None
+    assert "chunk trains" not in repr(empty) and empty.to_pandas().empty and msrl.plot(empty) is not None
 
 
 def test_plots_draw_the_history(trained, members, tmp_path):

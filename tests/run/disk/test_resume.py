@@ -1,6 +1,5 @@
 """A run that was interrupted goes on as if nothing had happened: equal bits in state, metrics and recorded steps."""
 
-import collections
 import json
 import shutil
 import signal
@@ -230,9 +229,9 @@ def test_a_run_does_not_go_on_with_a_field_that_it_did_not_have(tmp_path):
     """As after an edit of the algorithm's file; its checkpoints would not fit the folder's settings."""
     about = make_experiment("ppo", ENV).to_json()
     about["config"].pop("clip_value")
-    saved, nothing = SimpleNamespace(path=tmp_path, description=about, iteration=0), collections.defaultdict(lambda: None)
+    saved = SimpleNamespace(path=tmp_path, description=about, iteration=0)
     with pytest.raises(RunFolderError, match=r"has no clip_value, which is a field of ppo now; resume with the code that"):
-        as_asked(nothing, {}, saved, None, trust=False)
+        as_asked(None, None, {}, saved, None, trust=False)
 
 
 @pytest.mark.long

@@ -166,7 +166,7 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
         return
     with pytest.warns(ResumeWarning, match=rf"{message}.*; the history of the run is left out"):
         loaded = Result.load(copy)
-    assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
+    assert not any(map(len, loaded.history.values())) and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "summary.json", "lock"])
