@@ -70,7 +70,7 @@ def test_the_table_has_medians_ratios_versions_and_the_machine():
         | ppo a | 2,000 | 1,000 | 2.00 | 1.00 to 3.00 | 6% | 0.25 | abc |
         | dqn b | 10 | 20 | 0.50 | 0.50 to 0.50 | 0% | - | abc |
 
-        Medians of 3 turns of 2 s, on 2 cores of A CPU (cpu). msrl_jax: jax 0.10; Rejax: rejax 0.1.3, jax 0.10.""")
+        Medians of 3 rounds of 2 s, on 2 cores of A CPU (cpu). msrl_jax: jax 0.10; Rejax: rejax 0.1.3, jax 0.10.""")
 
 
 def test_only_the_marked_part_of_a_page_is_rewritten():
