@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.agents.agent import annealed
+from msrl_jax.agents.agent import annealed, innermost
 from msrl_jax.algorithms import Progress
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.counters import counter
@@ -46,7 +46,7 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
         options = {"teams": {"walker": "ippo"}}
     agent = make_still(name, env, **options)
     # XLA drops all that the count does not need.
-    optimizers = lambda state: state.teams if hasattr(state, "teams") else state.opt_state  # noqa: E731
+    optimizers = lambda state: state.teams if hasattr(state, "teams") else innermost(state).opt_state  # noqa: E731
     # Agents with networks of their own have one count each.
     found = lambda state: [count.max() for _, count in optax.tree.get_all_with_path(optimizers(state), "count")]  # noqa: E731
     counts = jax.jit(lambda key: found(agent.iteration(agent.with_data(agent.init(key)))[0]))
