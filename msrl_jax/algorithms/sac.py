@@ -97,7 +97,7 @@ class SAC:
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
-    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
+    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "tqc".')
     returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")

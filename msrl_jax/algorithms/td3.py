@@ -95,7 +95,7 @@ class TD3:
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
-    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "qr".')
+    num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "tqc".')
     returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
     policy_period: int = field(default=2, low=1, high=2**24, doc="critic updates per update of actor and targets. Usual: 2.")
     exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")

@@ -22,7 +22,7 @@ from msrl_jax.cli.config_file import ConfigFile
 from msrl_jax.cli.options import UsageError
 from msrl_jax.fragments.support import compiling, terminal
 from msrl_jax.fragments.support.checks import suggestion
-from msrl_jax.fragments.support.tracebacks import hide_frames, with_all_frames
+from msrl_jax.fragments.support.tracebacks import hide_frames, operation, with_all_frames
 
 PROG = "msrl-jax"
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -47,8 +47,13 @@ def _is_of_disk(error: BaseException) -> bool:
 
 def _is_ours(error: BaseException) -> bool:
     """Returns whether this package raised the error itself. Other errors are bugs, and need their traceback."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").startswith("msrl_jax.")
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    # A function of the package that raised the error has hidden its frames; then the last one is that of the call here.
+    raises = ("RAISE_VARARGS", "RERAISE") + (("CALL", "CALL_FUNCTION_EX", "CALL_KW") if module.startswith("msrl_jax.cli") else ())
+    return last is not None and module.startswith("msrl_jax.") and operation(last) in raises
 
 
 def main(argv: Sequence[str] | None = None) -> int:

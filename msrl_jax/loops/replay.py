@@ -1,4 +1,4 @@
-"""The loop of the off-policy algorithms, as functions: act, store steps in a replay buffer, learn from batches.
+"""What the off-policy algorithms share: their state, and functions that draw batches and learn from them.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `B` the batch size and `K` the
 number of updates per iteration. An iteration

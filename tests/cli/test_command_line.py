@@ -160,6 +160,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("msrl_jax.envs.names", lambda: int("not ours"))
     with pytest.raises(ValueError, match="invalid literal"):
         main(["list"])
+    code = compile("def names():\n    first, second = 1,", "bug.py", "exec")
+    exec(code, module := {"__name__": "msrl_jax.bug"})  # as in a module of the package
+    monkeypatch.setattr("msrl_jax.envs.names", module["names"])
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        main(["list"])
 
 
 @pytest.fixture

@@ -84,8 +84,12 @@ def _is_of_user(error: Exception) -> bool:
     last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
     if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
         return True
-    operation = last.tb_frame.f_code.co_code[last.tb_lasti]
-    return not isinstance(error, AssertionError) and dis.opname[operation] == "RAISE_VARARGS"
+    return not isinstance(error, AssertionError) and operation(last) == "RAISE_VARARGS"
+
+
+def operation(traceback: types.TracebackType) -> str:
+    """Returns the name of the Python instruction that failed: `RAISE_VARARGS` for a raise statement, `CALL` for a call."""
+    return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]]
 
 
 def _hide(error: BaseException | None) -> None:
