@@ -45,6 +45,9 @@ def _is_of_disk(error: BaseException) -> bool:
     return type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK
 
 
+_CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")  # instructions of Python
+
+
 def _is_ours(error: BaseException) -> bool:
     """Returns whether this package raised the error itself. Other errors are bugs, and need their traceback."""
     last = error.__traceback__
@@ -52,7 +55,7 @@ def _is_ours(error: BaseException) -> bool:
         last = last.tb_next
     module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
     # A function of the package that raised the error has hidden its frames; then the last one is that of the call here.
-    raises = ("RAISE_VARARGS", "RERAISE") + (("CALL", "CALL_FUNCTION_EX", "CALL_KW") if module.startswith("msrl_jax.cli") else ())
+    raises = ["RAISE_VARARGS", "RERAISE", *(_CALLS if module.startswith("msrl_jax.cli") else ())]
     return last is not None and module.startswith("msrl_jax.") and operation(last) in raises
 
 
