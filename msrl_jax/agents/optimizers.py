@@ -31,14 +31,14 @@ class Named:
     parameters: tuple[tuple[str, Any], ...] = ()
 
 
-def is_own(optimizer: Any) -> bool:
+def is_transformation(optimizer: Any) -> bool:
     """Whether an optimizer is a custom transformation."""
     return isinstance(optimizer, optax.GradientTransformation)
 
 
 def has_own_rate(config: Any) -> bool:
     """Whether the optimizer of a config takes no learning rate: it is a custom one, or the rate adapts."""
-    return is_own(getattr(config, "optimizer", "adam")) or adapts(config.learning_rate)
+    return is_transformation(getattr(config, "optimizer", "adam")) or adapts(config.learning_rate)
 
 
 def adapts(rate: Any) -> bool:
@@ -58,7 +58,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
       The gradient transformation. A named optimizer clips gradients first; its `update` takes the `learning_rate`, `[]`, unless
       the rate adapts and is part of its state, see `adaptive_rate`.
     """
-    if is_own(config.optimizer):
+    if is_transformation(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
     named = Named(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}

@@ -229,8 +229,9 @@ class DQN:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
             after = OffPolicyState(
-                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
-            )
+                *learner, key=key, acting_params=acting, actor_keys=actor_keys, replay=replay, replay_key=replay_key,
+                pending=pending, data=state.data, env_state=env_state, obs=obs,
+            )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

@@ -38,7 +38,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.agents import Experience, Now, Team, agent_of
-from msrl_jax.loops.divergence import apply_gradients, learning_rate_metric, no_divergence, update_divergence
+from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
 from msrl_jax.losses.policy_gradient import ppo_loss
@@ -244,7 +244,7 @@ class IPPO:
             agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-            metrics = jax.tree.map(jnp.mean, stats) | learning_rate_metric(self, learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, stats) | current_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, size, metrics
 
         def learn(

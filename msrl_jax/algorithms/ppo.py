@@ -32,7 +32,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
-from msrl_jax.loops.divergence import apply_gradients, learning_rate_metric, no_divergence, update_divergence
+from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
 from msrl_jax.losses.policy_gradient import ppo_loss
@@ -104,8 +104,9 @@ class PPO:
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return PPOState(
-                params, optimizer.init(params), learner_key, jax.random.split(actor_key, self.num_envs), env_state, obs,
-                network.initial_carry((self.num_envs,)), value_size() if self.normalize_values else (),
+                params=params, opt_state=optimizer.init(params), key=learner_key,
+                actor_keys=jax.random.split(actor_key, self.num_envs), env_state=env_state, obs=obs,
+                carry=network.initial_carry((self.num_envs,)), value_size=value_size() if self.normalize_values else (),
             )  # fmt: skip
 
         axes = logical_axes(
@@ -172,7 +173,7 @@ class PPO:
 
             learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
             params, opt_state, _ = learned
-            metrics = jax.tree.map(jnp.mean, metrics) | learning_rate_metric(self, learning_rate, opt_state)
+            metrics = jax.tree.map(jnp.mean, metrics) | current_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, size, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
@@ -193,7 +194,10 @@ class PPO:
                 state.params, state.opt_state, progress, state.key, state.value_size, trajectory, value_inputs, final_obs,
                 last_value_inputs, state.carry,
             )  # fmt: skip
-            after = PPOState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry), size)
+            after = PPOState(
+                params=params, opt_state=opt_state, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs,
+                carry=reset_carry(is_first, carry), value_size=size,
+            )  # fmt: skip
             return after, {**metrics, **episodes}
 
         return Agent(

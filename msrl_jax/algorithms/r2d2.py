@@ -212,8 +212,8 @@ class R2D2:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
             after = OffPolicyState(
-                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data,
-                reset_carry(is_first, carry), env_state, obs,
+                *learner, key=key, acting_params=acting, actor_keys=actor_keys, replay=replay, replay_key=replay_key,
+                pending=pending, data=state.data, carry=reset_carry(is_first, carry), env_state=env_state, obs=obs,
             )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 

@@ -250,8 +250,8 @@ class TD3:
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
             after = OffPolicyState(
-                *learner, key, (), actor_keys, replay, replay_key, pending, state.data,
-                reset_carry(is_first, carry), env_state, obs,
+                *learner, key=key, acting_params=(), actor_keys=actor_keys, replay=replay, replay_key=replay_key,
+                pending=pending, data=state.data, carry=reset_carry(is_first, carry), env_state=env_state, obs=obs,
             )  # fmt: skip
             return after, {**metrics, **report, **episodes}
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.agents.optimizers import adapts, is_own
+from msrl_jax.agents.optimizers import adapts, is_transformation
 
 
 class Divergence(NamedTuple):
@@ -68,7 +68,7 @@ def apply_gradients(
     return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
 
 
-def learning_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state: Any) -> dict[str, jax.Array]:
+def current_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state: Any) -> dict[str, jax.Array]:
     """Returns the metric `learning_rate`, fixed or adaptive; an empty dict if the optimizer has its own learning rate."""
     if _adapts(config):
         return {"learning_rate": config.learning_rate.rate_in(opt_state).mean()}  # over networks, if each has one
@@ -76,4 +76,4 @@ def learning_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state
 
 
 def _adapts(config: Any) -> bool:
-    return adapts(config.learning_rate) and not is_own(config.optimizer)
+    return adapts(config.learning_rate) and not is_transformation(config.optimizer)

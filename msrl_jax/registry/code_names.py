@@ -14,7 +14,7 @@ from msrl_jax.registry import files
 from msrl_jax.registry.team_text import named_by
 
 
-def is_own(algorithm: str) -> bool:
+def is_custom_algorithm(algorithm: str) -> bool:
     """Whether a text names an algorithm in a file or a module, whose code `algorithms.get` runs."""
     return files.is_file(algorithm) or ":" in algorithm
 
@@ -52,7 +52,7 @@ def _names_code(field: str, text: str) -> bool:
     if field == "teams":
         with contextlib.suppress(ValueError):  # an invalid text names no code
             algorithm, fields = named_by(text)
-            return is_own(algorithm) or bool(code_of(fields))
+            return is_custom_algorithm(algorithm) or bool(code_of(fields))
         return False
     if field == "data" or not is_path(text):  # data sets hold no code
         return False

@@ -113,8 +113,8 @@ def reference(config: type) -> str:
     """Returns a reference for `algorithms.get`: PATH:CLASS, valid in any folder, for a user's file; else MODULE:CLASS."""
     module = config.__module__
     file = file_of(module) if module != "__main__" and "." not in module else ""
-    is_own = is_file(file) and "site-packages" not in file
-    return f"{file if is_own else module}:{config.__qualname__}"
+    is_custom = is_file(file) and "site-packages" not in file
+    return f"{file if is_custom else module}:{config.__qualname__}"
 
 
 def saved(about: Mapping[str, Any]) -> str:

@@ -70,7 +70,7 @@ def objects(config: Any) -> Any:
     if (core := getattr(config, "core", "none")) != "none":
         own["core"] = RecurrentCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
-        own["optimizer"] = _own_optimizer(optimizer) if is_own(optimizer) else _named_optimizer(optimizer)
+        own["optimizer"] = _own_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
         own["learning_rate"] = schedules.read_kl(rate)
     return with_traced(config, own)
@@ -110,7 +110,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
 
 def check_fits(config: Any) -> None:
     """Raises ValueError if a field that the optimizer, the learning rate or the core makes unused differs from its default."""
-    if is_own(getattr(config, "optimizer", "adam")):
+    if is_custom_optimizer(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
         check_unused(config, _PARTS, because)
     if is_deferred(rate := getattr(config, "learning_rate", None)):
@@ -131,7 +131,7 @@ def _adaptive() -> list[str]:
     return sorted(n for n, c in configs.items() if any(f.metadata.get("adaptive") for f in dataclasses.fields(c)))
 
 
-def is_own(optimizer: Any) -> bool:
+def is_custom_optimizer(optimizer: Any) -> bool:
     """Whether the optimizer of a config is a custom transformation, or the name of one."""
     return not isinstance(optimizer, str) or (":" in optimizer and optimizer.partition(":")[0] not in NAMED)
 

@@ -201,7 +201,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
     rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # a field of the config, or of one of several teams
-    fixed = is_deferred(rate) or resolve.is_own(getattr(config, "optimizer", "adam"))
+    fixed = is_deferred(rate) or resolve.is_custom_optimizer(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     beta = "replay.priorities.beta"
     rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in own

@@ -87,7 +87,7 @@ class Experiment:
             known = get_args(GuardPolicy)
             raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
         rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
-        if self.guard == "rollback" and (is_deferred(rate) or resolve.is_own(optimizer)):
+        if self.guard == "rollback" and (is_deferred(rate) or resolve.is_custom_optimizer(optimizer)):
             raise ValueError(
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'
