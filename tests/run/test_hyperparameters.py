@@ -160,7 +160,7 @@ def test_one_seed_of_several_goes_on_alone(members, one_device, tmp_path):
     one.save(tmp_path / "one")
     rest = msrl.train(resume=tmp_path / "one", total_steps=8 * 64, devices=one_device, progress=False)
     assert rest.history["iteration"][-1] == 8 and rest.history["entropy"].ndim == 1
-    with pytest.raises(ValueError, match="this run has one setting"):
+    with pytest.raises(ValueError, match="this run has only one setting"):
         members.select([0])
 
 
