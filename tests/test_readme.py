@@ -486,8 +486,8 @@ def test_a_policy_of_ones_own(run_sections):
 @pytest.mark.long
 def test_action_values_of_a_trained_agent(run_sections):
     (namespace,), _ = run_sections(FAQ, "Q-values, logits, the value function of a trained agent?")
-    values = namespace["values"]
-    assert values.shape == (1, 2) and values.argmax(-1) == namespace["result"].act([[0.0, 0.1, 0.02, -0.1]])
+    values = np.asarray(namespace["values"])
+    assert values.shape == (1, 2) and values.argmax(-1) == np.asarray(namespace["result"].act([[0.0, 0.1, 0.02, -0.1]]))
 
 
 @pytest.mark.slow
