@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=curves.positive, default=500_000, help="environment steps of each seed")
     parser.add_argument("--episodes", type=curves.positive, default=512, help="meta-episodes that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
+    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
     parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
     parser.add_argument("--json", type=curves.new_file, help="file for the numbers")
     args = parser.parse_args(arguments)

@@ -35,12 +35,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation",
+    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation", "faq",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION,
+    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -109,6 +109,7 @@ RUN_HERE = (
     (ACTORS, "Ray"),
     (COMING_FROM, "PureJaxRL"),
     (EXAMPLES, "RL-DARTS"),
+    (FAQ, "Q-values, logits, the value function of a trained agent?"),
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
@@ -218,8 +219,8 @@ def test_the_files_that_the_architecture_names_exist():
     assert not {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
 
 
-def test_the_readme_links_every_page():
-    assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES[README])) == set(PAGES) - {README}
+def test_the_readme_links_every_page_but_the_first_of_the_site():
+    assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES[README])) == set(PAGES) - {README, INDEX}
 
 
 def test_the_table_names_the_policies():
@@ -482,6 +483,13 @@ def test_a_policy_of_ones_own(run_sections):
     assert "HalfAndHalf on 8 cpu devices" in output
 
 
+@pytest.mark.long
+def test_action_values_of_a_trained_agent(run_sections):
+    (namespace,), _ = run_sections(FAQ, "Q-values, logits, the value function of a trained agent?")
+    values = np.asarray(namespace["values"])
+    assert values.shape == (1, 2) and values.argmax(-1) == np.asarray(namespace["result"].act([[0.0, 0.1, 0.02, -0.1]]))
+
+
 @pytest.mark.slow
 def test_data(run_sections, tmp_path):
     titles = ("Recording", "Offline RL", "Learning from data and experience")
@@ -678,6 +686,8 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     name, command, *arguments = shlex.split(line)
     assert name == "msrl-jax"
     write_config_files()
+    if "--algo my_ppo.py" in line:
+        msrl.algorithms.copy("ppo", "my_ppo.py")
     seen = {}
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
@@ -696,6 +706,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     names = [named] if isinstance(named, str) else named
     for policy in map(msrl.policies.get, (name for name in names if name != "auto")):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
+    sys.modules.pop("my_ppo", None)
 
 
 @pytest.mark.long

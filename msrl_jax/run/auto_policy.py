@@ -1,6 +1,6 @@
 """Implements `policy="auto"`: calibrates each candidate briefly, and chooses the synchronous policy with the fastest iteration.
 
-Policies without staleness and lossy codecs compute the same mathematics: the choice changes how long training takes, and
+Policies without staleness and lossy codecs perform the same computation: the choice changes how long training takes, and
 changes numbers only by float rounding. Every candidate is compiled, and runs a few iterations on a state that is discarded.
 """
 

@@ -87,7 +87,7 @@ def train(
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). `"auto"` measures the policies
-        that compute the same mathematics and uses the fastest, see `choose_policy`. By default `"GPUOnly"`, or
+        that perform the same computation and uses the fastest, see `choose_policy`. By default `"GPUOnly"`, or
         `"MultiLearner"` if the host simulates the environment. The policy decides where the parts run; it changes numbers only
         by float rounding, unless it has staleness or a lossy codec.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by

@@ -10,7 +10,7 @@ from msrl_jax.registry.table import ALGORITHMS
 
 COUNTS = {
     "archer": ["--seeds", "--cpu-devices"], "contrastive_rl": ["--seeds", "--episodes", "--cpu-devices"],
-    "maml": ["--seeds", "--cpu-devices"], "rl3": ["--seeds", "--steps", "--episodes"],
+    "maml": ["--seeds", "--cpu-devices"], "rl3": ["--seeds", "--steps", "--episodes", "--cpu-devices"],
     "rl_darts": ["--seeds", "--cpu-devices"], "transferred_q": ["--seeds", "--cpu-devices"],
 }  # fmt: skip
 
