@@ -37,7 +37,9 @@ def initial(algorithm, name):
     env = game if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
     given = {"data": noise(msrl.envs.make(env))} if kind.offline else {}
     given |= {"teams": "player_0=ippo player_1=random"} if name == "teams" else {}
-    state = jax.eval_shape(make_experiment(algorithm, env, **given).initial_state)
+    experiment = make_experiment(algorithm, env, **given)
+    assert experiment.environment is not None, "it is made outside of the trace"
+    state = jax.eval_shape(experiment.initial_state)
     return [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state)]
 
 
@@ -76,7 +78,7 @@ def test_from_the_command_line_a_copy_trains_the_same_bits(folder, name, config,
     flags = [f"--{'' if value is not False else 'no-'}{key.replace('_', '-')}" + f"={value}" * (not isinstance(value, bool))
              for key, value in config.items() if key != "hidden_sizes"]  # fmt: skip
     assert cli.main(["copy", name, "mine.py"]) == 0
-    assert re.search(rf"mine.py has {name} in \d+ lines; msrl-jax train --algo mine.py trains it", capsys.readouterr().out)
+    assert re.search(rf"mine.py has {name} in \d+ lines; train it with msrl-jax train --algo mine.py", capsys.readouterr().out)
     steps = str(12 * config["num_envs"] * config["unroll_length"])
     for algo in (name, "mine.py"):
         options = ["--algo", algo, "--env", ENV, "--out", f"of-{algo}", "--total-steps", steps, "--eval-episodes", "0"]

@@ -145,8 +145,7 @@ class Experiment:
     @functools.cached_property
     def environment(self) -> Environment:
         """The environment, including the distributions of its parameters."""
-        with jax.ensure_compile_time_eval():  # suites compute the bounds of their spaces with JAX
-            env = envs.make(self.env) if isinstance(self.env, str) else self.env
+        env = envs.make(self.env) if isinstance(self.env, str) else self.env
         check_env(self.algorithm, env)
         if self.rank_by not in (known := ["return", *metrics_of(env)]):
             near = suggestion(self.rank_by, known) if isinstance(self.rank_by, str) else ""
