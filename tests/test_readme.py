@@ -142,8 +142,6 @@ def run_sections(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
-    files = set()
-
     def run(page, *titles, steps=4096, **shorter):
         namespaces, output, shortened = [], io.StringIO(), set()
         lengths = itertools.repeat(steps) if isinstance(steps, int) else iter(steps or ())
@@ -152,7 +150,6 @@ def run_sections(tmp_path, monkeypatch):
             for code in blocks(page, title, "python"):
                 if file := re.match(r"# (\w+)\.py\n", code):
                     Path(f"{file[1]}.py").write_text(code)
-                    files.add(file[1])
                     continue
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
                 if steps is not None:
@@ -168,8 +165,9 @@ def run_sections(tmp_path, monkeypatch):
 
     with mock.patch.dict(REGISTRY):  # a page may register one
         yield run
-    for file in files:
-        sys.modules.pop(file, None)
+    files = {name: str(getattr(module, "__file__", None)) for name, module in sys.modules.items()}
+    for module in (name for name, file in files.items() if file.startswith(f"{tmp_path}/")):
+        del sys.modules[module]
 
 
 @pytest.mark.parametrize("command", ["pip install . && msrl-jax train", "pip install -e '.[test]' && pytest"])
@@ -529,7 +527,6 @@ def test_a_copy_of_ones_own(run_sections):
     (namespace,), _ = run_sections(ALGORITHMS, "Your own copy")
     result = namespace["result"]
     assert type(result.experiment.algorithm) is namespace["PPO"] and result.experiment.algorithm.clip_ratio == 0.1
-    del sys.modules["my_ppo"]
 
 
 @pytest.mark.long
@@ -691,7 +688,6 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     seen = {}
     for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
-        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Output())
     monkeypatch.setattr(launch, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
@@ -706,7 +702,6 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     names = [named] if isinstance(named, str) else named
     for policy in map(msrl.policies.get, (name for name in names if name != "auto")):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
-    sys.modules.pop("my_ppo", None)
 
 
 @pytest.mark.long
@@ -720,7 +715,6 @@ def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections)
     monkeypatch.setattr(Command, "__call__", lambda self, given: seen.append(given) or Output())
     monkeypatch.setattr(launch, "start", lambda argv, **options: None)
     assert cli.main([command, *arguments]) == 0 and len(seen) == ("--print-config" not in line)
-    sys.modules.pop("my_dqn", None)
 
 
 @pytest.mark.slow

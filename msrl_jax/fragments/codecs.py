@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import ShapedArray
 from msrl_jax.fragments.support import checks
-from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 @dataclass(frozen=True)
@@ -231,5 +231,6 @@ def get(codec: str | Codec) -> Codec:
         name, *numbers = call.groups()
         return (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
     if codec not in CODECS:
-        raise ValueError(f"unknown codec {codec!r}; there are {', '.join(CODECS)}, frame_stack(n) and delta(n, every)")
+        near = suggestion(codec, CODECS)
+        raise ValueError(f"unknown codec {codec!r}{near}; there are {', '.join(CODECS)}, frame_stack(n) and delta(n, every)")
     return CODECS[codec]

@@ -106,6 +106,7 @@ class Stacks:
         newest = held.position[rows, envs] + later
         at = (newest[..., None] + jnp.arange(1 - self.frames, 1, dtype=jnp.int32)) % self.size
         frames = held.ring.at[at, envs[..., None]].get(mode="promise_in_bounds")
+        frames = jax.lax.optimization_barrier(frames)  # XLA's CPU compiler takes minutes for a user that it fuses with this
         shape = held.last.shape[1:]
         return interleave(frames.reshape(*at.shape, -1, shape[-1] // self.frames)).reshape(*rows.shape, *shape)
 

@@ -37,7 +37,7 @@ from msrl_jax.run.experiment.trust import code_of
 from msrl_jax.run.loop.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
 from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
 from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
-from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, LostSteps, Rows, interval, recorded, seconds, stop_requests
 from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import as_asked, find_folder, opened
 from msrl_jax.run.result import Result
@@ -210,7 +210,7 @@ def train(
         guarding = None if experiment.guard == "ignore" else Guard()
         rows = Rows()
         hooks = [
-            requests, recording, guarding, evaluating, rows if path is not None and processes.is_first() else None,
+            requests, recording, guarding, LostSteps(), evaluating, rows if path is not None and processes.is_first() else None,
             *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
             guarding and Divergence(guarding, saver), saver,
         ]  # fmt: skip

@@ -165,3 +165,20 @@ def test_a_run_is_the_same_and_the_text_of_the_option_is_read():
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ValueError, match=r"Replay\.storage: unknown codec 'frames'"):
         Replay(storage="frames")
+
+
+@pytest.mark.parametrize("codec", ["frame_stack(4)", "uint8"])
+def test_a_run_whose_observations_do_not_fit_the_codec_ends(codec):
+    options = {"num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False}
+    replay = f"replay:capacity=2048,learning_starts=128,storage={codec}"
+    with pytest.raises(ValueError, match=r"has lost 100% of the steps: replay\.storage cannot keep their observations"):
+        msrl.train("dqn", total_steps=512, eval_episodes=0, replay=replay, **options)
+
+
+def test_a_run_that_loses_steps_of_short_episodes_warns_once():
+    env = msrl.envs.FrameStack(msrl.envs.TimeLimit(msrl.envs.make("CartPole-v1"), 5), 4)
+    options = {"num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False, "chunk": 8}
+    replay = "replay:capacity=2048,learning_starts=128,storage=frame_stack(4)"
+    with pytest.warns(UserWarning, match=r"has lost \d+% of the steps") as warned:
+        msrl.train("dqn", env, total_steps=4096, eval_episodes=0, replay=replay, **options)
+    assert len(warned) == 1

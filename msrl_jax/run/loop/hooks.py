@@ -37,6 +37,8 @@ from msrl_jax.run.loop.loop import Run, StopReason, chunk_length
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 TIME_LIMIT = "time limit"
 
+WARN_LOST = 0.01  # share of lost steps from which a run warns
+
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 AUTOMATIC = 60.0  # seconds between checkpoints if the user gives no interval
 _SHARE = 0.02  # maximum fraction of the time that training waits for checkpoints at automatic intervals
@@ -182,6 +184,26 @@ def recorded(
         most = max(1, min(most, _RING_BYTES // size))
     writer = ExperienceWriter(record, experiment.about() | {"policy": policy}, done)
     return experiment.record(most * steps), Recording(writer), most
+
+
+class LostSteps:
+    """Warns once if a replay buffer loses steps because its codec cannot keep their observations; ends a run that loses all."""
+
+    def __init__(self):
+        self._has_warned = False
+
+    def after(self, run: Run) -> None:
+        """Compares the buffer's count of lost steps with the number of all steps."""
+        counts = (x for name, x in run.metrics.items() if name.partition("/")[0] == "replay_lost")
+        share = max((float(np.max(count[-1])) for count in counts), default=0.0) / max(run.step, 1)
+        if self._has_warned or share < WARN_LOST:
+            return
+        self._has_warned = True
+        fact = f"the replay buffer has lost {share:.0%} of the steps: replay.storage cannot keep their observations"
+        remedy = "use another codec, or leave replay.storage out; replay_lost counts lost steps, which no update uses"
+        if share >= 1:
+            raise ValueError(f"{fact}, so nothing would be learned; {remedy}")
+        warnings.warn(f"{fact}; {remedy}", UserWarning, stacklevel=2)
 
 
 class Rows:
