@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import logging
+import math
 import mmap
 import os
 import pickle
@@ -28,12 +29,22 @@ _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _TRIES, _TRIES_AT_FIRST = 10, 3
 """An environment that fails this often in a row is not restarted; the second number applies before its first step."""
+_MESSAGES = 3e-4  # seconds that a step spends on the messages with one worker
 _START = 60.0  # seconds that a new worker gets in addition to `timeout`, to import its modules
 
 
 def processors() -> int:
     """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def best_number(num_envs: int, step_seconds: float) -> int:
+    """Returns the number of workers, at most one per processor, with the least time for a step of all environments.
+
+    With `W` workers, a step takes the time of `num_envs / W` environments, and that of messages with each worker.
+    """
+    best = math.sqrt(min(num_envs * step_seconds / _MESSAGES, num_envs**2))
+    return max(1, min(round(best), num_envs, processors()))
 
 
 class _Status(enum.IntEnum):
@@ -108,18 +119,16 @@ class Workers:
         layout: Layout,
         unflatten: Callable[[Sequence[np.ndarray]], Any],
         *,
-        num_workers: int | None,
+        num_workers: int,
         timeout: float,
         drop_slowest: float,
     ):
-        """Starts the workers, at most one for each environment, by default one for each processor of this process.
+        """Starts the workers, at most one for each environment.
 
         `factory` is a pickled function that makes an environment; `unflatten` builds an observation from its arrays.
         """
         self._name, self._factory, self._layout, self._unflatten = name, factory, layout, unflatten
         self._timeout, self._drop_slowest = timeout, drop_slowest
-        if num_workers is None:
-            num_workers = processors()
         self._memory, self._file = _shared_memory(layout.num_envs * layout.row.itemsize)
         self._view = layout.view(self._memory)
         count = layout.num_envs

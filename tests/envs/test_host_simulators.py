@@ -1,6 +1,7 @@
 """Worker processes: the steps are Gymnasium's own, and environments that misbehave cost only their own steps."""
 
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -80,6 +81,35 @@ def test_steps_are_those_of_gymnasium_in_this_process(num_workers, name):
         for x, y in zip(played, wanted, strict=True):
             np.testing.assert_array_equal(x[:, e], y.astype(x.dtype))
     assert played[3].any()
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "step_seconds", "number"),
+    [(16, 0.0, 1), (16, 1e-5, 1), (16, 1e-4, 2), (64, 1e-4, 5), (64, 1e-2, 8), (2, 1.0, 2), (4, math.inf, 4)],
+)
+def test_slower_environments_have_more_workers(monkeypatch, num_envs, step_seconds, number):
+    monkeypatch.setattr(workers, "processors", lambda: 8)
+    assert workers.best_number(num_envs, step_seconds) == number
+
+
+def test_the_number_of_workers_follows_the_measured_time(monkeypatch):
+    monkeypatch.setattr(workers, "processors", lambda: 4)
+
+    class Slow(Counting):
+        def step(self, action):
+            time.sleep(0.01)
+            return super().step(action)
+
+    def started(env):
+        sim, _ = simulators(env)
+        try:
+            return len(sim.simulators._processes)
+        finally:
+            sim.close()
+
+    assert started(GymnasiumEnvironment(Counting)) == 1 and started(GymnasiumEnvironment(Slow)) == 4
+    assert started(GymnasiumEnvironment(functools.partial(Counting, raises_at=1))) == 4  # it is its worker that reports this
+    assert started(GymnasiumEnvironment(Counting, num_workers=2)) == 2
 
 
 def test_observations_of_several_parts_and_actions_of_several_integers():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +21,12 @@ from msrl_jax.envs.episode_metrics import Reduction, read_declared
 from msrl_jax.envs.host_simulators import HostVectorized, Stepping
 from msrl_jax.envs.simulate import layout_of, measured
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.workers import Workers
+from msrl_jax.envs.workers import Workers, best_number
 from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.tracebacks import entry
 
 _TRIED = 2.0  # seconds for which to look for a step without a metric
+_TIMED_STEPS, _TIMED = 50, 0.1  # measure the time of a step with this many steps, or for this many seconds
 
 
 def make(
@@ -61,7 +64,8 @@ class GymnasiumEnvironment(Named):
       factory: a function without arguments that returns a `gymnasium.Env`. It is sent to the workers with `cloudpickle`, so it
         may be defined anywhere.
       name: the name in messages and figures; by default, the class of the environment, and its id if it has one.
-      num_workers: number of worker processes; None for one per processor.
+      num_workers: number of worker processes; None for a number that suits the time of a step, which is measured with up to
+        50 random steps, at most one per processor.
       timeout: number of seconds after which an unresponsive worker is killed and restarted.
       drop_slowest: share of the environments that a step does not wait for. Their rewards count in the episode statistics, but
         these steps are not used for learning. All environments of a worker are late together.
@@ -78,6 +82,7 @@ class GymnasiumEnvironment(Named):
     on_host = True
     observation_space: spaces.Space = dataclasses.field(init=False)
     action_space: spaces.Space = dataclasses.field(init=False)
+    _step_seconds: float = dataclasses.field(init=False)
 
     def __post_init__(self):
         name = self.name or "gymnasium environment"
@@ -102,6 +107,7 @@ class GymnasiumEnvironment(Named):
         try:
             if self.metrics:
                 _try_metrics(env, tuple(self.metrics))
+            object.__setattr__(self, "_step_seconds", _step_seconds(env) if self.num_workers is None else 0.0)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         finally:
@@ -117,7 +123,8 @@ class GymnasiumEnvironment(Named):
         layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space), tuple(self.metrics))
         unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
-            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten, num_workers=self.num_workers,
+            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten,
+            num_workers=self.num_workers or best_number(num_envs, self._step_seconds),
             timeout=self.timeout, drop_slowest=self.drop_slowest,
         )  # fmt: skip
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
@@ -170,6 +177,23 @@ def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
         *_, terminated, truncated, info = env.step(env.action_space.sample())
         measured(info, names)
         over = terminated or truncated or time.monotonic() > end
+
+
+def _step_seconds(env: gymnasium.Env[Any, Any]) -> float:
+    """Measures the median time of a step; infinity if the environment fails, which its worker then reports."""
+    times: list[float] = []
+    try:
+        env.reset(seed=0)
+        env.action_space.seed(0)
+        while len(times) < _TIMED_STEPS and sum(times) < _TIMED:
+            action, start = env.action_space.sample(), time.perf_counter()
+            *_, terminated, truncated, _ = env.step(action)
+            times.append(time.perf_counter() - start)
+            if terminated or truncated:
+                env.reset()
+    except Exception:
+        return math.inf
+    return statistics.median(times)
 
 
 def converted(space: Any, what: str) -> spaces.Space:

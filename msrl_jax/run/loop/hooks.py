@@ -195,7 +195,7 @@ class LostSteps:
     def after(self, run: Run) -> None:
         """Compares the buffer's count of lost steps with the number of all steps."""
         counts = (x for name, x in run.metrics.items() if name.partition("/")[0] == "replay_lost")
-        share = max((float(np.max(count[-1])) for count in counts), default=0.0) / max(run.step, 1)
+        share = max((float(np.asarray(count)[-1].max()) for count in counts), default=0.0) / max(run.step, 1)
         if self._has_warned or share < WARN_LOST:
             return
         self._has_warned = True
