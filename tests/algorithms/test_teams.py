@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}
     run = {"out": tmp_path / "run", "eval_episodes": 0, **SMALL}
     msrl.train("teams", Wishes(), total_steps=256, teams=teams, **run)
-    with pytest.warns(msrl.run.ResumeWarning, match="total_steps changes from 256 to 512, over which the"):
+    with pytest.warns(msrl.run.ResumeWarning, match="total_steps changes from 256 to 512, which rescales the"):
         result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
     assert result.history["iteration"][-1] == 4
     drawn = {line.get_label(): line.get_xydata()[:, 1] for line in msrl.plot(result).axes[0].lines}
