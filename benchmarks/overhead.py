@@ -27,7 +27,7 @@ def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> d
     experiment, where = make_experiment(algo, env, total_steps=10**15), msrl.policies.get(policy)
     program = experiment.compile(where)
     about, pace = {"rollbacks": [], "eval_every": None, "registers": program.registers}, ChunkScheduler(10**7, fixed=False)
-    run = Run(experiment, where, None, None, about, program, experiment.start(program), pace, (), time.perf_counter())
+    run = Run(experiment, where, None, None, about, program, pace, time.perf_counter(), experiment.start(program))
     guard = Guard()
     guard.begin(run)
     run.compile()

@@ -114,11 +114,6 @@ class Parsed:
     options: list[Option]
     fields: list[Option]
 
-    @property
-    def general(self) -> General:
-        """The values of the options that every command has."""
-        return General(**{f.name: self.given[f.name] for f in dataclasses.fields(General) if f.name in self.given})
-
 
 def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
     """Parses the arguments of a command line, and the config file that they name.

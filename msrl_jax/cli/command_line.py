@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from msrl_jax.cli import config_file, launch
-from msrl_jax.cli.command import Command, Parsed, parse
+from msrl_jax.cli.command import Parsed, parse
 from msrl_jax.cli.commands import COMMANDS, DIVERGED, NOT_SAVED
 from msrl_jax.cli.config_file import ConfigFile
 from msrl_jax.cli.options import UsageError
@@ -148,8 +148,34 @@ def _run(argv: list[str]) -> int:
         if name not in COMMANDS:
             known = [*COMMANDS, "--help", "--version"]
             raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
-        parsed = parse(f"{PROG} {name}", COMMANDS[name], words)
-        return _carried_out(name, COMMANDS[name], parsed, argv)
+        command = COMMANDS[name]
+        parsed = parse(f"{PROG} {name}", command, words)
+        given, is_json = parsed.given, parsed.given.get("json")
+        if given.get("print_config"):
+            if command.check is not None:
+                command.check(given)
+            print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
+            return 0
+        if given.get("resume") and "out" not in given:
+            raise UsageError("--resume needs --out, the folder to resume")
+        processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
+        if (code := launch.start(argv, **processes)) is not None:
+            return code
+        with contextlib.ExitStack() as stack:
+            if is_json:  # such as what an environment or a package that draws prints
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if name != "list":
+                stack.enter_context(compiling.on_disk())
+            text, data, code = command(given)
+        if is_json and data is not None:
+            if "jax" in sys.modules:  # otherwise the data are plain already
+                from msrl_jax.run.experiment.plain_data import to_json
+
+                data = to_json(data)
+            print(json.dumps(data))
+        elif text != "":
+            print(text)
+        return code
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
@@ -162,32 +188,3 @@ def _run(argv: list[str]) -> int:
             raise
         _complain(parsed.file.located(error, parsed.given))
         return launch.LOST if is_lost else NOT_SAVED if _is_of_disk(error) else BAD_INPUT
-
-
-def _carried_out(name: str, command: Command, parsed: Parsed, argv: Sequence[str]) -> int:
-    given, general = parsed.given, parsed.general
-    if general.print_config:
-        if command.check is not None:
-            command.check(given)
-        print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
-        return 0
-    if given.get("resume") and "out" not in given:
-        raise UsageError("--resume needs --out, the folder to resume")
-    processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
-    if (code := launch.start(argv, **processes)) is not None:
-        return code
-    with contextlib.ExitStack() as stack:
-        if general.json:  # such as what an environment or a package that draws prints
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if name != "list":
-            stack.enter_context(compiling.on_disk())
-        text, data, code = command(given)
-    if general.json and data is not None:
-        if "jax" in sys.modules:  # otherwise the data are plain already
-            from msrl_jax.run.experiment.plain_data import to_json
-
-            data = to_json(data)
-        print(json.dumps(data))
-    elif text != "":
-        print(text)
-    return code

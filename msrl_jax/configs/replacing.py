@@ -19,11 +19,6 @@ def with_options(config: Any) -> list[Any]:
     return [config, *(part for each in held if is_option(each) for part in with_options(each))]
 
 
-def with_values(config: T, values: Mapping[str, Any]) -> T:
-    """Replaces fields of a config, whose names may be dotted; raises ValueError if a value is invalid."""
-    return _replaced(type(config).__name__, config, values, dataclasses.replace)
-
-
 def with_traced(config: T, values: Mapping[str, Any]) -> T:
     """Replaces fields of a config with traced numbers, without checks; the numbers must have been checked before."""
 
@@ -33,10 +28,17 @@ def with_traced(config: T, values: Mapping[str, Any]) -> T:
             object.__setattr__(traced, name, value)
         return traced
 
-    return _replaced(type(config).__name__, config, values, replace)
+    return with_values(config, values, replace=replace)
 
 
-def _replaced(where: str, config: Any, values: Mapping[str, Any], replace: Callable[..., Any]) -> Any:
+def with_values(
+    config: T, values: Mapping[str, Any], *, where: str = "", replace: Callable[..., Any] = dataclasses.replace
+) -> T:
+    """Replaces fields of a config, whose names may be dotted; raises ValueError if a value is invalid.
+
+    `where` is the place of the config in messages, by default its class; `replace` replaces fields that are not dotted.
+    """
+    fields, where = {f.name: f for f in dataclasses.fields(config)}, where or type(config).__name__  # type: ignore[arg-type]
     own = {name: x for name, x in values.items() if "." not in name}
     inner: dict[str, dict[str, Any]] = {}
     for name, x in values.items():
@@ -44,14 +46,13 @@ def _replaced(where: str, config: Any, values: Mapping[str, Any], replace: Calla
         if dot:
             inner.setdefault(head, {})[rest] = x
     for head, given in inner.items():
-        (f,) = (f for f in dataclasses.fields(config) if f.name == head)
         place, held = f"{where}.{head}", own.get(head, getattr(config, head))
-        held = read_option(place, held, f) if isinstance(held, str) else held
+        held = read_option(place, held, fields[head]) if isinstance(held, str) else held
         for name, x in given.items():
             if name.partition(".")[0] not in getattr(held, "__dataclass_fields__", ()):
-                having = " or ".join(repr(kind.option) for kind in choices(f) if name in all_fields(kind))
+                having = " or ".join(repr(kind.option) for kind in choices(fields[head]) if name in all_fields(kind))
                 fact = f"{place}.{name}={shown(x)}: {head} is {held}, which has no {name}"
                 raise ValueError(f"{fact}; leave it out, or give {head}={having} too")
         with located(place, held):
-            own[head] = _replaced(place, held, given, replace)
+            own[head] = with_values(held, given, where=place, replace=replace)
     return replace(config, **own)

@@ -68,10 +68,10 @@ def make(name: str, **params: Any) -> Environment:
         suite.check_installed()
         adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
         return adapter.make(name.partition(":")[2], **params)
-    naming.check_no_file("environment", name)
     if ":" in name:
         return _from_module(name, params)
-    if name not in names():
+    if name not in catalog.gymnax_names():
+        naming.check_no_file("environment", name)
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )

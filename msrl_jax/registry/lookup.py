@@ -12,10 +12,7 @@ from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 from msrl_jax.fragments.support import checks, naming
-from msrl_jax.fragments.support.checks import shown
-from msrl_jax.fragments.support.checks import suggestion as suggestion
-from msrl_jax.fragments.support.naming import reference as reference
-from msrl_jax.fragments.support.text_values import parse_spec as parse_spec
+from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.table import ALGORITHMS, check_name
@@ -82,18 +79,17 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
     """
-    given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
+    given: bool = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
     source: Any = type(algorithm) if given else algorithm
     kind: Any = get(source)
-    base: Any = algorithm if given else kind()
     known = list(all_fields(kind))
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
-            if name == "core" and (with_core := _WITH_CORE.get(base.name)):
-                near = f": {base.name} with a core is {with_core}"
-            raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
-    new = with_values(base, overrides)
+            if name == "core" and (with_core := _WITH_CORE.get(kind.name)):
+                near = f": {kind.name} with a core is {with_core}"
+            raise ValueError(f"{kind.__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
+    new = with_values(algorithm if given else kind(), overrides)
     resolve.check(new)
     resolve.check_fits(new)
     return new

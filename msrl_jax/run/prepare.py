@@ -13,13 +13,13 @@ import numpy as np
 from msrl_jax import algorithms, data
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
-from msrl_jax.fragments.support.checks import check_seed, is_several, shown, whole
+from msrl_jax.fragments.support.checks import as_path, check_seed, is_several, shown, whole
 from msrl_jax.registry import code_names
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.experiment.pbt import read
 from msrl_jax.run.experiment.plain_data import RunFolderError, difference
-from msrl_jax.run.experiment.spec import Experiment, Settings, check_settings
+from msrl_jax.run.experiment.spec import Experiment
 
 ARGUMENTS = tuple(
     f.name for f in dataclasses.fields(Experiment) if f.name not in ("algorithm", "env", "settings", "recorded_steps")
@@ -35,46 +35,40 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **as
             fact = f"{name}={shown(value)}: an Experiment already holds it"
             raise ValueError(f"{fact}; change the Experiment, or leave {name} out")
         return algo
-    own, overrides = split(asked)
+    own: dict[str, Any] = {name: asked.pop(name) for name in ARGUMENTS if name in asked}
     own |= {} if env is None else {"env": env}
-    base, seeds = algorithms.make("ppo" if algo is None else algo, {}), whole("seeds", own.get("seeds", 1))
+    base = algorithms.make("ppo" if algo is None else algo, {})
     if own.get("pbt") is not None:
         own["pbt"] = pbt = read(own["pbt"])
-        if seeds > 1:
+        if (seeds := whole("seeds", own.get("seeds", 1))) > 1:
             raise ValueError(
                 f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"
             )
-        pbt.check(base, overrides)
-        overrides = pbt.initial(check_seed(own.get("seed", 0), pbt.members)) | overrides
-    overrides, settings = _separate_settings(base, overrides, seeds)
-    return Experiment(algorithm=algorithms.make(base, overrides), settings=settings, **own)
+        pbt.check(base, asked)
+        asked = pbt.initial(check_seed(own.get("seed", 0), pbt.members)) | asked
+    asked = {name: _plain(value) for name, value in asked.items()}
+    settings = _settings(base, asked)
+    first = {name: values[0] for name, values in settings.items() if values}
+    constants = {name: x for name, x in asked.items() if name not in settings}
+    return Experiment(algorithm=algorithms.make(base, constants | first), settings=settings, **own)
 
 
-def split(asked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the `ARGUMENTS` among the given ones, and the fields of the config."""
-    own = {name: x for name, x in asked.items() if name in ARGUMENTS}
-    return own, {name: x for name, x in asked.items() if name not in ARGUMENTS}
-
-
-def _separate_settings(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
-    """Separates the fields with several values from the others; the config gets the values of the first setting."""
-    kind, fields = type(base), all_fields(type(base))
-    overrides = {name: _plain(x) for name, x in overrides.items()}
-    several: dict[str, tuple[float, ...]] = {}
-    for name, value in overrides.items():
-        if not is_several(value) or name not in fields:
+def _settings(base: Any, given: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Returns the fields with several values, in which members differ."""
+    kind, fields, several = type(base), all_fields(type(base)), {}
+    for name, values in given.items():
+        if not is_several(values) or name not in fields:
             continue
         if not isinstance(fields[name].default, str | numbers.Number | None | type(dataclasses.MISSING)):
             continue  # a single value of this field may be a sequence
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(base)) or "none of its fields"
             raise ValueError(
-                f"{kind.__name__}.{name}={shown(value)}: {name} changes the program (its shapes, loops or branches), so the "
+                f"{kind.__name__}.{name}={shown(values)}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can differ in {others}. Use msrl.sweep, or a run for each value"
             )
-        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(value))
-    check_settings(base, several, seeds, {name: x for name, x in overrides.items() if name not in several})
-    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
+        several[name] = tuple(_number(f"{kind.__name__}.{name}[{i}]", x) for i, x in enumerate(values))
+    return several
 
 
 def _plain(value: Any) -> Any:
@@ -82,8 +76,8 @@ def _plain(value: Any) -> Any:
     return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
-def _number(kind: type, name: str, i: int, value: Any) -> float:
-    value, where = _plain(value), f"{kind.__name__}.{name}[{i}]"
+def _number(where: str, value: Any) -> float:
+    value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
         raise ValueError(f"{where}={shown(value)}: use a number for each member")
     number: Any = value
@@ -94,57 +88,53 @@ def _number(kind: type, name: str, i: int, value: Any) -> float:
     return float(number)
 
 
-def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
-    """Returns the folder of the run, and whether to resume the run in it."""
-    if isinstance(resume, bool):
-        if resume and out is None:
-            raise ValueError("resume=True needs the folder of the run; give it as out=..., or as resume=")
-        return out, resume and out is not None and store.holds_run(out)
-    if out is not None and out != resume:
-        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders, but a run resumes in its own; give one")
-    return resume, True
-
-
 @contextlib.contextmanager
-def opened(path: Path | None, goes_on: bool) -> Iterator[store.Saved | None]:
-    """Locks the folder of the run; yields the saved run if it is to be resumed, otherwise None."""
+def open_folder(out: Any, resume: Any) -> Iterator[tuple[Path | None, store.Saved | None]]:
+    """Locks the folder of a run; yields its absolute path, and the saved run if it is to be resumed."""
+    path, goes_on = None if out is None else as_path("out", out).absolute(), True
+    if isinstance(resume, bool):
+        if resume and path is None:
+            raise ValueError("resume=True needs the folder of the run; give it as out=..., or as resume=")
+        goes_on = resume and path is not None and store.holds_run(path)
+    elif path not in (None, resumed := as_path("resume", resume).absolute()):
+        fact = f"out={str(path)!r} and resume={str(resumed)!r} are two folders, but a run resumes in its own"
+        raise ValueError(f"{fact}; give one")
+    else:
+        path = resumed
     if path is None:
-        yield None
+        yield None, None
         return
     store.read_description(path) if goes_on else folder.check_free(path)
     with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
-        yield store.open_run(path) if goes_on else None
+        yield path, store.open_run(path) if goes_on else None
 
 
-def as_asked(
+def resumed_experiment(
+    saved: store.Saved,
     algo: Any,
     env: str | Environment | None,
-    asked: dict[str, Any],
-    saved: store.Saved | None,
-    chunk: int | None,
+    asked: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     trust: bool,
 ) -> Experiment:
-    """Returns the experiment that the arguments and the folder specify."""
-    if saved is None or isinstance(algo, Experiment):
-        experiment = make_experiment(algo, env, **asked)
+    """Returns the experiment of a resumed run: its length and its guard may change, but nothing else that it computes.
+
+    `asked` are `ARGUMENTS`, and `overrides` fields of the config.
+    """
+    if isinstance(algo, Experiment):
+        experiment = make_experiment(algo, env, **asked, **overrides)
     else:
-        experiment = _resumed(saved, algo, env, asked, trust)
-    if saved is not None and (new := experiment.to_json()["config"].keys() - saved.description["config"].keys()):
+        experiment = _with_saved(saved, algo, env, asked, overrides, trust)
+    about = experiment.to_json()
+    if new := about["config"].keys() - saved.description["config"].keys():
         raise RunFolderError(
             f"the run in {saved.path} has no {min(new)}, which is a field of {experiment.name} now; resume with the code that "
             "it began with, or start a new run in another folder"
         )
-    if saved is not None and (differs := difference(saved.description, experiment.to_json())):
+    if differs := difference(saved.description, about):
         raise _differs(saved, *differs)
-    every = experiment.pbt.every if experiment.pbt else 0
-    if chunk is not None and every % chunk:
-        raise ValueError(
-            f"chunk={chunk} does not divide PBT.every={every}, so a row of the history would mix hyper-parameters from "
-            "before and after an exploit; use a chunk that does, or leave it out"
-        )
-    experiment.check_length()
-    if saved is not None and saved.iteration > experiment.iterations:
+    if saved.iteration > experiment.iterations > 0:
         done = saved.iteration * experiment.steps_per_iteration
         raise ValueError(
             f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; use a larger "
@@ -153,30 +143,34 @@ def as_asked(
     return experiment
 
 
-def _resumed(
-    saved: store.Saved, algo: Any, env: str | Environment | None, asked: Mapping[str, Any], trust: bool
+def _with_saved(
+    saved: store.Saved,
+    algo: Any,
+    env: str | Environment | None,
+    asked: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    trust: bool,
 ) -> Experiment:
-    """Returns the experiment of a resumed run: its length and its guard may change, but nothing else that it computes."""
+    """Returns the experiment of a saved run with other arguments."""
     was, where = saved.description, f"the run in {saved.path}"
-    own, overrides = split(asked)
-    named = algorithms.get(algo) if isinstance(algo, str | type) else None
-    given = ({} if algo is None or isinstance(algo, str | type) else dict(vars(algo))) | overrides
+    is_config = not (algo is None or isinstance(algo, str | type))
+    given = (vars(algo) if is_config else {}) | dict(overrides)
     dataset = _find_dataset(saved, given.get("data"))
     nameless = {name for name, held in was["config"].items() if isinstance(held, Mapping)}
     objects = {name: given[name] for name in nameless | code_names.code_of(was["config"]).keys() if name in given}
-    again = {"env": env, "env_params": own.get("env_params"), "data": dataset} | objects
+    again = {"env": env, "env_params": asked.get("env_params"), "data": dataset} | objects
     before = Experiment.from_json(was, **again, where=where, trust=trust)
-    known = {name: value_of(before.algorithm, name) for name in overrides.keys() & all_fields(before.algorithm)}
-    known |= before.settings
-    overrides = {name: known[name] if _is_rounded(x, known.get(name)) else x for name, x in overrides.items()}
-    settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
-    is_same = named is type(before.algorithm)
-    own = {name: getattr(before, name) for name in ARGUMENTS} | own
-    algo = before.algorithm if algo is None or is_same else algo
-    kind = named if isinstance(algo, str | type) else type(algo)
-    if kind is not type(before.algorithm):
-        raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
-    return make_experiment(algo, before.env if env is None else env, **own, **settings)
+    config: Any = before.algorithm
+    kind: Any = type(algo) if is_config else type(config) if algo is None else algorithms.get(algo)
+    if kind is not type(config):
+        raise _differs(saved, "algo", was["algorithm"], kind.name)
+    known = {name: value_of(config, name) for name in overrides.keys() & all_fields(config)} | dict(before.settings)
+    fields = {name: known[name] if _is_rounded(x, known.get(name)) else x for name, x in overrides.items()}
+    fields |= {} if dataset is None else {"data": dataset}
+    own = {name: getattr(before, name) for name in ARGUMENTS} | dict(asked)
+    return make_experiment(
+        algo if is_config else config, before.env if env is None else env, **own, **dict(before.settings) | fields
+    )
 
 
 def _is_rounded(given: Any, saved: Any) -> bool:

@@ -39,7 +39,7 @@ from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
 from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, LostSteps, Rows, interval, recorded, seconds, stop_requests
 from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
-from msrl_jax.run.prepare import as_asked, find_folder, opened
+from msrl_jax.run.prepare import make_experiment, open_folder, resumed_experiment
 from msrl_jax.run.result import Result
 
 _LONGEST = 500  # maximum number of characters of an error that is passed to hooks
@@ -154,41 +154,37 @@ def train(
             "train runs on the host, and cannot be traced by jax.jit, vmap or grad. seeds=8 and learning_rate=[1e-4, 3e-4] "
             "train many runs in one program; algorithms.build(config, env).iteration is the pure function of one iteration"
         )
+    # Arguments that do not determine what is computed.
     limit = None if time_limit is None else seconds("time_limit", time_limit)
+    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
+    watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
+    watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
     display = choose_display(progress if processes.is_first() else False)
+    say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
     if policy is not None and not is_auto(policy):
         policy = policies.get(policy)  # before building an algorithm, which may take long
     execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
-    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
-    given = {
-        "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt, "rank_by": rank_by,
-        "guard": guard,
-    }  # fmt: skip
-    asked = {name: x for name, x in given.items() if x is not None} | overrides
-    watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
-    watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
-    # Absolute, because a callback may change the working directory.
-    out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
-    path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
+    record = None if record is None else as_path("record", record).absolute()  # a callback may change the working directory
+    own = {"total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt, "rank_by": rank_by}
+    own = {name: x for name, x in (own | {"guard": guard}).items() if x is not None}
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(stop_requests(limit))
+        # What the run computes, new or resumed; then where.
         with processes.together("setting up the run"):
-            saved = stack.enter_context(opened(path, goes_on))
-            kept = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
-            watching = {name: kept[name] if x is None else x for name, x in watching.items()}
-            experiment = as_asked(algo, env, asked, saved, watching["chunk"], trust=trust)
+            path, saved = stack.enter_context(open_folder(out, resume))
+            before = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
+            watching = {name: before[name] if x is None else x for name, x in watching.items()}
+            if saved is None:
+                experiment = make_experiment(algo, env, **own, **overrides)
+            else:
+                experiment = resumed_experiment(saved, algo, env, own, overrides, trust=trust)
             _check_names(experiment.algorithm)
+            experiment.check_length(watching["chunk"])
             if saved is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, experiment)
-            if experiment.guard == "rollback" and record is not None:
-                raise ValueError('guard="rollback" cannot undo recorded steps; leave record out, or use guard="halt"')
-            if experiment.guard == "rollback" and jax.process_count() > 1:
-                raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             execution.check(experiment, policy, record)
-            simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else execution.default_policy(experiment)
-            say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
             if saved and policy is None:
                 check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
             where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
@@ -196,55 +192,45 @@ def train(
             program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(close_simulators, experiment.agent.env)
-        agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
+        # What observes it.
         if processes.is_first():
             has_defaults = saved is None and not overrides and isinstance(algo, str | None)
-            for note in _notes(experiment, where if policy is None and simulated else None, has_defaults):
+            for note in _notes(experiment, where if saved is None and policy is None else None, has_defaults):
                 say(note)
-        total, unit = experiment.iterations * experiment.steps_per_iteration, agent.unit.removeprefix("environment ")
+        total, unit = experiment.iterations * experiment.steps_per_iteration, experiment.agent.unit.removeprefix("environment ")
         show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit, experiment.members))
         evaluating = None
         if watching["eval_episodes"]:
             evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
             stack.callback(close_simulators, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
-        rows = Rows()
         hooks = [
-            requests, recording, guarding, LostSteps(), evaluating, rows if path is not None and processes.is_first() else None,
-            *(callback for callback in callbacks if is_hook(callback)), Callbacks([show, *functions]),
+            requests, recording, guarding, LostSteps(), evaluating, Rows() if path and processes.is_first() else None,
+            *filter(is_hook, callbacks), Callbacks([show, *filter(callable, callbacks)]),
             guarding and Divergence(guarding, saver), saver,
         ]  # fmt: skip
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
-        to = recording and str(recording.writer.path)
-        deployment = _deployment(program, agent.unit, where, saved) | watching | {"record": to}
-        every_steps = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
-        if experiment.pbt is not None:
-            every_steps.append(experiment.pbt.every * experiment.steps_per_iteration)
-        boundaries = tuple(int(steps) for steps in every_steps if steps is not None)
-        run = Run(
-            experiment, where, devices, path, deployment, program, None,
-            ChunkScheduler(most, fixed=watching["chunk"] is not None), boundaries, started,
-        )  # fmt: skip
+        about = watching | {"record": recording and str(recording.writer.path)}
+        deployment = _deployment(program, experiment.agent.unit, where, saved) | about
+        # The run itself, and its end.
+        pace = ChunkScheduler(most, fixed=watching["chunk"] is not None)
+        run = Run(experiment, where, devices, path, deployment, program, pace, started)
         _begin(run, saved)
-        errors = _loop(run, hooks, rows, saver)
+        errors = _loop(run, hooks)
         result = _result(run)
         if path is not None and processes.is_first():
-            assert saver is not None
-            result = store.complete(result, path, saver.error or rows.error)
+            result = store.complete(result, path, next(iter(_unsaved(hooks)), None))
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
         errors.insert(0, DivergedError(guarding.locate(run), result))
-    for other in errors[1:]:
-        errors[0].add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
     if errors:
-        vars(errors[0])["result"] = result
-        raise errors[0]
+        raise _first(errors, result)
     return result
 
 
-def _notes(experiment: Experiment, simulating: DistributionPolicy | None, has_defaults: bool) -> Iterator[str]:
-    """Yields what to know about a new run; `simulating` is the policy that was chosen because the host simulates."""
+def _notes(experiment: Experiment, usual: DistributionPolicy | None, has_defaults: bool) -> Iterator[str]:
+    """Yields what to know about a run; `usual` is the policy of a new run if the user named none."""
     agent = experiment.behavior.agent
     tuned = recipes.of_pair(experiment.name, experiment.env_name) if has_defaults else None
     if tuned is not None and tuned.fields:
@@ -253,17 +239,31 @@ def _notes(experiment: Experiment, simulating: DistributionPolicy | None, has_de
         yield from unseen_images(experiment.environment)
     if agent.learning_starts:
         yield replay_ratio(agent, experiment.algorithm)
-    if simulating is not None:
-        yield f"policy {policy_text(simulating)}: the host simulates {experiment.env_name}"
+    if usual is not None and is_on_host(experiment.environment):
+        yield f"policy {policy_text(usual)}: the host simulates {experiment.env_name}"
 
 
-def _loop(run: Run, hooks: list[Any], rows: Rows, saver: Checkpoints | None) -> list[Exception]:
+def _unsaved(hooks: Sequence[Any]) -> list[OSError]:
+    """Returns why a checkpoint or rows could not be written."""
+    return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | Rows) and hook.error is not None]
+
+
+def _first(errors: Sequence[Exception], result: Result) -> Exception:
+    """Returns the first error, with the result, and a note for each of the others."""
+    first, *others = errors
+    for other in others:
+        first.add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
+    vars(first)["result"] = result
+    return first
+
+
+def _loop(run: Run, hooks: list[Any]) -> list[Exception]:
     """Runs the loop and ends the hooks; returns the errors of their ends, and saves what was done before an error elsewhere."""
     try:
         loop(run, hooks)
     except (Exception, SystemExit) as error:  # such as an error of a callback
         run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
-        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *filter(None, [saver and saver.error, rows.error])]
+        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_unsaved(hooks)]
         for problem in lost:
             text = f"the run ended with an error, and could not be saved: {problem}"
             warnings.warn(text, folder.SaveWarning, stacklevel=3)

@@ -29,7 +29,7 @@ from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Progress, choose_display
-from msrl_jax.run.prepare import make_experiment, split
+from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
 from msrl_jax.search.sweep_result import SweepResult, write_table
@@ -102,8 +102,8 @@ def sweep(
     limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
     choose_display(progress)
     num = space.check_method(method, num, halving)
-    own, fields = split(asked)
-    given, episodes = make_experiment(algo, env, **own), whole("eval_episodes", eval_episodes, least=0)
+    fields = {name: asked.pop(name) for name in [*asked] if name not in ARGUMENTS}
+    given, episodes = make_experiment(algo, env, **asked), whole("eval_episodes", eval_episodes, least=0)
     if given.settings or given.pbt is not None or given.guard not in ("halt", "ignore"):
         raise ValueError(
             "the members of a sweep are its trials, and one with non-finite values affects no other; leave pbt and guard out, "

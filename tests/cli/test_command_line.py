@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from msrl_jax.cli import command_line, main
-from msrl_jax.cli.command import Output
+from msrl_jax.cli.command import Command, Output
 from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES
 from msrl_jax.run import Experiment
 from tests.support import processes
@@ -216,7 +216,7 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     asked = {}
     monkeypatch.setattr(jax.config, "update", asked.__setitem__)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=7")
-    monkeypatch.setattr(command_line.Command, "__call__", lambda self, given: Output())
+    monkeypatch.setattr(Command, "__call__", lambda self, given: Output())
     assert main(["train", "--cpu-devices", str(MOST_CPU_DEVICES)]) == 0
     assert asked == {"jax_platforms": "cpu", "jax_num_cpu_devices": 1024}
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last

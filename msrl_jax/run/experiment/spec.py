@@ -77,8 +77,6 @@ class Experiment:
     def __post_init__(self):
         if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
             raise TypeError(f"Experiment.algorithm={shown(self.algorithm)}: give a config, such as PPO(learning_rate=3e-4)")
-        algorithms.get(type(self.algorithm))
-        resolve.check(self.algorithm)
         if not isinstance(self.env, str):
             check_made(self.env)
         if self.pbt is not None and not isinstance(self.pbt, PBT):
@@ -98,8 +96,26 @@ class Experiment:
         object.__setattr__(self, "env_params", self.env_params or None)
         object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
-        check_settings(self.algorithm, self.settings, self.seeds)
+        self._check_members()
         object.__setattr__(self, "seed", check_seed(self.seed, self.members))
+
+    def _check_members(self) -> None:
+        """Raises ValueError unless all fields of `settings` have the same number of values, and every config is valid."""
+        lengths = {name: len(values) for name, values in self.settings.items()}
+        if 0 in lengths.values() or len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            raise ValueError(
+                f"{counts} values; give each of these fields the same number of values, at least one. The first values are one "
+                "setting, the second ones the next; msrl.sweep(..., method='grid') tries all combinations"
+            )
+        for i, values in enumerate(zip(*self.settings.values(), strict=True) if self.settings else [()]):
+            setting = dict(zip(self.settings, values, strict=True))
+            try:
+                algorithms.make(self.algorithm, setting)
+            except ValueError as error:
+                if not setting:
+                    raise
+                raise ValueError(f"member {i * self.seeds} ({in_words(setting)}): {error}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields to pickle, without the agent and other values derived from them."""
@@ -218,9 +234,15 @@ class Experiment:
         parts = params if isinstance(params, Mapping) else {"params": params}
         return {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in parts.items()}
 
-    def check_length(self) -> None:
-        """Raises ValueError if the run has no whole iteration, learns nothing, or has a population that never evolves."""
+    def check_length(self, chunk: int | None = None) -> None:
+        """Raises ValueError if the run has no whole iteration, learns nothing, or has a population that never evolves, or
+        evolves within a chunk."""
         each, iterations = self.steps_per_iteration, self.iterations
+        if chunk is not None and self.pbt is not None and self.pbt.every % chunk:
+            raise ValueError(
+                f"chunk={chunk} does not divide PBT.every={self.pbt.every}, so a row of the history would mix hyper-parameters "
+                "from before and after an exploit; use a chunk that does, or leave it out"
+            )
         if not iterations:
             raise ValueError(
                 f"total_steps={self.total_steps} is less than the {each} steps of one iteration; use at least {each}, or fewer "
@@ -371,20 +393,3 @@ class Experiment:
         about |= {"made_by": f"training {self.name}", "seed": self.seed, "seeds": self.seeds}
         about |= {"settings": self.settings} if self.settings else {}
         return about | ({"pbt": self.pbt.to_json()} if self.pbt else {})
-
-
-def check_settings(base: Any, settings: Settings, seeds: int, constants: Mapping[str, Any] | None = None) -> None:
-    """Raises ValueError unless the fields have the same number of values, all valid for the config with these `constants`."""
-    lengths = {name: len(values) for name, values in settings.items()}
-    if 0 in lengths.values() or len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(
-            f"{counts} values; give each of these fields the same number of values, at least one. The first values are one "
-            "setting, the second ones the next; msrl.sweep(..., method='grid') tries all combinations"
-        )
-    for i, values in enumerate(zip(*settings.values(), strict=True)):
-        setting = dict(zip(settings, values, strict=True))
-        try:
-            algorithms.make(base, {**(constants or {}), **setting})
-        except ValueError as error:
-            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+
 from msrl_jax._rooms import Registry
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.experiment.spec import Experiment
@@ -56,7 +58,11 @@ class InProcess:
     """Executes a run by one program in this process, or in each of several processes; the default."""
 
     def check(self, experiment: Experiment, policy: str | DistributionPolicy | None, record: Path | None) -> None:
-        """Accepts every run."""
+        """Raises ValueError if the guard would have to undo what is written, or to agree with other processes."""
+        if experiment.guard == "rollback" and record is not None:
+            raise ValueError('guard="rollback" cannot undo recorded steps; leave record out, or use guard="halt"')
+        if experiment.guard == "rollback" and jax.process_count() > 1:
+            raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
 
     def default_policy(self, experiment: Experiment) -> str:
         """Returns the default policy of the experiment."""

@@ -104,10 +104,10 @@ class Run:
     path: Path | None  # the folder of the run
     deployment: dict[str, Any]  # where the run executes and what observes it, as plain data: the rest of `config.json`
     program: Program  # the compiled iteration
-    run_state: Any  # in the form that `Program.run` takes and returns
     pace: ChunkScheduler  # chooses the lengths of chunks
-    boundaries: tuple[int, ...]  # chunks must end at multiples of these numbers of steps
     started: float  # value of `time.perf_counter` at which the run would have started if it had never been interrupted
+    run_state: Any = None  # in the form that `Program.run` takes and returns
+    boundaries: tuple[int, ...] = ()  # chunks must end at multiples of these numbers of steps
     iteration: int = 0  # iterations done
     resumed_from: int = 0  # iterations done when the run resumed; 0 for a new run
     metrics: HostMetrics = dataclasses.field(default_factory=dict)  # metrics of the last chunk. `[N]` or `[N, M]`
@@ -218,6 +218,10 @@ def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
     """Runs chunks until all iterations are done or a hook ends the run; sets the run's `ending`."""
+    if run.deployment["chunk"] is None:
+        evolution = [] if run.experiment.pbt is None else [run.experiment.pbt.every * run.experiment.steps_per_iteration]
+        every = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
+        run.boundaries = tuple(int(steps) for steps in every if steps is not None)
     for hook in hooks:
         _call(hook, "begin", run)
     while True:

@@ -88,7 +88,7 @@ def test_an_error_of_a_callback_has_its_frame(tiny, one_device):
 @pytest.mark.parametrize("bug", [lambda *_: None + 1, lambda *_: {}["key"]])
 def test_a_bug_keeps_all_frames(bug, monkeypatch):
     module = sys.modules["msrl_jax.run.training"]
-    monkeypatch.setitem(vars(module), "find_folder", type(bug)(bug.__code__, vars(module)))  # as if it were of the package
+    monkeypatch.setitem(vars(module), "make_experiment", type(bug)(bug.__code__, vars(module)))  # as if it were of the package
     with pytest.raises((TypeError, KeyError)) as caught:
         msrl.train("ppo")
     assert ("train", True) in functions(caught.value)
@@ -99,7 +99,7 @@ def test_an_assertion_keeps_all_frames(monkeypatch):
         raise AssertionError
 
     module = sys.modules["msrl_jax.run.training"]
-    monkeypatch.setitem(vars(module), "find_folder", type(wrong)(wrong.__code__, vars(module)))
+    monkeypatch.setitem(vars(module), "make_experiment", type(wrong)(wrong.__code__, vars(module)))
     with pytest.raises(AssertionError) as caught:
         msrl.train("ppo")
     assert ("train", True) in functions(caught.value)
