@@ -33,12 +33,12 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
+    "policies", "algorithms", "data", "own_environment", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
     "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation", "faq",
 )  # fmt: skip
 (
-    POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
+    POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
     PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
@@ -78,9 +78,9 @@ RUN_HERE = (
     (OWN_ENVIRONMENT, "Wrappers"),
     (OWN_ENVIRONMENT, "Goals to reach"),
     (OWN_ENVIRONMENT, "Actions of several integers"),
-    (ENVIRONMENT_METHODS, "Legal actions"),
-    (ENVIRONMENT_METHODS, "What the critic sees"),
-    (ENVIRONMENT_METHODS, "Metrics"),
+    (OWN_ENVIRONMENT, "Legal actions"),
+    (OWN_ENVIRONMENT, "What the critic sees"),
+    (OWN_ENVIRONMENT, "Metrics"),
     (PARAMETERS, TOP),
     (PARAMETERS, "Curricula"),
     (PARAMETERS, "Parameters of your environment"),
@@ -607,7 +607,7 @@ def test_training_from_a_trained_agent(run_sections):
 
 @pytest.mark.slow
 def test_metrics_of_an_environment(run_sections):
-    (cliff,), _ = run_sections(ENVIRONMENT_METHODS, "Metrics")
+    (cliff,), _ = run_sections(OWN_ENVIRONMENT, "Metrics")
     assert envs.check(cliff["Cliff"]()).ok and (cliff["result"].history["episode_success"] <= 1).all()
     assert len(cliff["swept"].trials) == 4 and cliff["swept"].best.rank_by == "success"
 
@@ -641,14 +641,14 @@ def test_simulators_on_the_host(run_sections):
 
 @pytest.mark.long
 def test_an_environment_with_legal_actions(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENT_METHODS, "Legal actions")
+    (namespace,), _ = run_sections(OWN_ENVIRONMENT, "Legal actions")
     result, obs = namespace["result"], msrl.envs.MaskedObservation([1.0], [True, False, False])
     assert result.act(obs) == 0 and result.evaluation.finished.all()
 
 
 @pytest.mark.long
 def test_an_environment_whose_critic_sees_more(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENT_METHODS, "What the critic sees")
+    (namespace,), _ = run_sections(OWN_ENVIRONMENT, "What the critic sees")
     params = namespace["result"].state.params["params"]
     first = [params[f"{part}_torso"]["Dense_0"]["kernel"].shape[0] for part in ("actor", "critic")]
     assert first == [1, 2] and namespace["result"].act([0.5]).shape == (1,)
