@@ -35,12 +35,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "data", "own_environment", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation", "faq",
+    "profiling", "tree_search", "examples", "actors", "coming_from", "offline_evaluation", "faq",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION, FAQ,
+    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, OFFLINE_EVALUATION, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -104,7 +104,7 @@ RUN_HERE = (
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
-    (TOURNAMENTS, TOP),
+    (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
     (ACTORS, "Ray"),
     (COMING_FROM, "PureJaxRL"),
@@ -727,7 +727,7 @@ def test_settings_and_sweeps(run_sections):
 
 @pytest.mark.slow
 def test_tournaments(run_sections):
-    (namespace,), _ = run_sections(TOURNAMENTS, TOP, rounds=2)
+    (namespace,), _ = run_sections(POPULATIONS, "Tournaments", rounds=2)
     assert len(namespace["board"].rounds) == 2
 
 
