@@ -87,7 +87,7 @@ RUN_HERE = (
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
     (TREE_SEARCH, TOP),
-    (TREE_SEARCH, "Ratings"),
+    (TREE_SEARCH, "Matches and ratings"),
     (TREE_SEARCH, "MuZero"),
     (SIMULATORS, "Gymnasium"),
     (RUNS, TOP),
@@ -544,7 +544,7 @@ def test_search(run_sections):
 
 @pytest.mark.slow
 def test_ratings(run_sections):
-    _, output = run_sections(TREE_SEARCH, "Ratings", games=2)
+    _, output = run_sections(TREE_SEARCH, "Matches and ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
 
 
