@@ -575,9 +575,9 @@ def test_goals_in_hindsight(run_sections):
     (maze,), _ = run_sections(ALGORITHMS, "Hindsight experience replay", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
     for run in (maze["result"], bits["result"]):
-        assert run.description["config"]["relabel"] == 0.8
+        assert run.description["config"]["hindsight"] == "hindsight:share=0.8,by=future"
         assert run.evaluation.metrics["success"].shape == run.evaluation.returns.shape
-    report = envs.check(bits["Bits"](4), steps=40)
+    report = envs.check(bits["env"], steps=40)
     assert report.ok and not report.notes
 
 
