@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
-WITHOUT = "This page shows its code [without outputs](../notebooks.md)."
+WITHOUT = "This page shows its code [without outputs](../first_hour.md#notebooks)."
 WITH = "This page shows it as it ran when the site was built."
 
 

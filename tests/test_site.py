@@ -94,7 +94,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert all(f">{path.stem}<" in results for path in (DOCS.parent / "benchmarks" / "records").glob("*.json"))
     for notebook in NOTEBOOKS:
         page = pages[site / "notebooks" / f"{notebook.stem}.html"]
-        assert f'href="notebooks/{notebook.stem}.html"' in pages[site / "notebooks.html"].partition("<article")[2]
+        assert f'href="notebooks/{notebook.stem}.html"' in pages[site / "first_hour.html"].partition("<article")[2]
         assert page.count('class="cell docutils container"') == notebook.read_text().count('"cell_type": "code"')
         assert "without outputs" in page and "cell_output" not in page
 
