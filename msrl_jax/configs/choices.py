@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeVar, dataclass_transform
 
-from msrl_jax.configs.classes import class_of_fields
+from msrl_jax.configs.classes import class_of_fields, fields_of
 from msrl_jax.configs.fields import choices, field, is_option, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
@@ -36,8 +36,7 @@ def option(cls: type[T]) -> type[T]:
     made.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made.read = staticmethod(read)
     made.__str__ = lambda self: text(self)
-    made.__repr__ = lambda self: f"{cls.__name__}({', '.join(f'{name}={x!r}' for name, x in _given(self).items())})"
-    return class_of_fields(made, f"the option {cls.__name__}", repr=False)
+    return class_of_fields(made, f"the option {cls.__name__}")
 
 
 def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
@@ -53,16 +52,10 @@ def text(option: Any, *, whole: bool = False) -> str:
     return written(option, whole=whole, nested=False)
 
 
-def _given(option: Any, *, whole: bool = False) -> dict[str, Any]:
-    """Returns the fields of an option that differ from their defaults, or all fields if `whole`."""
-    fields = ((f.name, getattr(option, f.name), f.default) for f in dataclasses.fields(option))
-    return {name: x for name, x, usual in fields if whole or type(x) is not type(usual) or x != usual}
-
-
 def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
     """Returns the text of an argument of an option, in the form that `read_call` parses."""
     if is_option(value):
-        kwargs = {name: written(x, whole=whole) for name, x in _given(value, whole=whole).items()}
+        kwargs = {name: written(x, whole=whole) for name, x in fields_of(value, whole=whole).items()}
         return write_call(value.option, kwargs, nested=nested and bool(kwargs))
     return write_argument(value)
 

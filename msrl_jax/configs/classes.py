@@ -12,6 +12,21 @@ from msrl_jax.configs.fields import choices
 from msrl_jax.fragments.support.tracebacks import entry
 
 
+def fields_of(value: Any, *, whole: bool = False) -> dict[str, Any]:
+    """Returns the fields of a frozen dataclass that differ from their defaults, or all fields if `whole`."""
+    found = {}
+    for f in dataclasses.fields(value):
+        x, usual = getattr(value, f.name), f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        if f.repr and (whole or type(x) is not type(usual) or x != usual):
+            found[f.name] = x
+    return found
+
+
+def short_repr(self: Any) -> str:
+    """The repr of a frozen dataclass, without fields that have their default values."""
+    return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in fields_of(self).items())})"
+
+
 def class_of_fields(cls: Any, where: str, **how: bool) -> Any:
     """Makes a class a frozen dataclass that is checked on construction, and a pytree whose leaves are its tunable numbers.
 
@@ -24,8 +39,8 @@ def class_of_fields(cls: Any, where: str, **how: bool) -> Any:
       The class. The leaves of its options are leaves too.
     """
     _check_declaration(cls, where)
-    cls.__post_init__ = _check_made
-    made: Any = entry(dataclasses.dataclass(frozen=True, **how)(cls))
+    cls.__post_init__, cls.__repr__ = _check_made, vars(cls).get("__repr__", short_repr)
+    made: Any = entry(dataclasses.dataclass(frozen=True, repr=False, **how)(cls))
     hints = typing.get_type_hints(made)
     for f in dataclasses.fields(made):
         f.type = hints[f.name]

@@ -13,6 +13,7 @@ from msrl_jax import algorithms, data, envs
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.agents.replay_ratio import check_learns
 from msrl_jax.agents.transformations import counted
+from msrl_jax.configs.classes import short_repr
 from msrl_jax.configs.deferred import is_deferred, is_object
 from msrl_jax.configs.names import tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
@@ -44,7 +45,7 @@ Settings: TypeAlias = Mapping[str, tuple[float, ...]]  # the values of every set
 
 
 @entry
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Experiment:
     """Everything that determines what a run computes.
 
@@ -116,6 +117,8 @@ class Experiment:
                 if not setting:
                     raise
                 raise ValueError(f"member {i * self.seeds} ({in_words(setting)}): {error}") from None
+
+    __repr__ = short_repr
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the fields to pickle, without the agent and other values derived from them."""

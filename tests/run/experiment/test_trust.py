@@ -162,7 +162,8 @@ def test_no_file_trusts_itself(sent, tmp_path, capsys):
 
 
 def test_what_the_user_types_needs_no_trust(sent, tmp_path, capsys):
-    run = sent(env_spec="tests.support.corridor:Corridor", config={"optimizer": "tests.support.transformations:falling"})
+    config = {"optimizer": "tests.support.transformations:falling", "anneal_learning_rate": False}
+    run = sent(env_spec="tests.support.corridor:Corridor", config=config)
     with pytest.raises(TrustError, match="if you trust its author"):
         Result.load(run, env="tests.support.corridor:Corridor")  # the optimizer is the folder's word
     with pytest.raises(TrustError, match=r"names code to run, env='.*', optimizer='.*pass env and optimizer again"):
