@@ -18,6 +18,7 @@ import jax
 from comparison import machine, our_versions, rewrite
 
 from msrl_jax import policies
+from msrl_jax.fragments.measure import delayed, predict
 from msrl_jax.report import curves
 from msrl_jax.report.bench import program_runner
 from msrl_jax.report.provenance import commit
@@ -59,9 +60,9 @@ def measure(name: str, experiment: Experiment, delays: Sequence[float], seconds:
     for policy in POLICIES:
         program = experiment.compile(policies.get(policy))
         for delay in delays:
-            predicted = program.predict(experiment.start(program), delay=delay)
+            predicted = predict(program, experiment.start(program), delay=delay)
             count = max(1, min(100, round(seconds / 4 / predicted.seconds)))
-            with program.delayed(delay):
+            with delayed(program, delay):
                 runner = program_runner(experiment, program, count)
                 rate = statistics.median(runner.run(seconds) for _ in range(repeats))
             rows.append({

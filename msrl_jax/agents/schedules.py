@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.agents.adaptive_rate import KL
+from msrl_jax.configs.checking import RELATIONS
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_call
@@ -32,7 +33,6 @@ Schedule = Callable[[Any], Any]
 _KINDS = ("linear", "cosine")
 _FORM = "linear:FROM:TO or cosine:FROM:TO, maybe with ,warmup=SHARE behind it"
 _KL_FORM = "kl:TARGET, maybe with ,start=RATE,low=RATE,high=RATE behind it"
-_TESTS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
 _CLOSED = {"above": operator.ge, "below": operator.le}
 _GRID = np.linspace(0, 1, 101, dtype=np.float32)
 
@@ -186,7 +186,7 @@ def _wrong_value(name: str, values: np.ndarray, bounds: Mapping[str, float]) -> 
     """
     for progress, value in zip(_GRID, values, strict=True):
         closed = _CLOSED if progress == 1 or name == "learning_rate" else {}
-        fits = all((closed.get(relation) or _TESTS[relation])(value, np.float32(x)) for relation, x in bounds.items())
+        fits = all((closed.get(relation) or RELATIONS[relation])(value, np.float32(x)) for relation, x in bounds.items())
         if not (fits and math.isfinite(value)):
             wanted = " and ".join(["finite", *(f"{relation} {bound:g}" for relation, bound in bounds.items())])
             return f"at the progress {progress:g} it is {value:g}, and should be {wanted}"

@@ -110,16 +110,14 @@ class Option:
             raise ValueError("has no value; give at least one, or leave the option out")
         if "" in words:
             raise ValueError("is empty; give a value, or leave the option out")
-        if self.is_sequence and self.is_swept:
-            found = [self._items(word) for word in words]
-            return found if len(found) > 1 else found[0]
-        if self.is_sequence:
+        if self.is_sequence and not self.is_swept:
             return self._items(",".join(words)) if self.numbers else tuple(words)
-        if self.is_swept and not self.numbers:
-            texts = split_specs(words[0])
-            found = [self._one(text.strip()) for text in texts]
-            return found if len(found) > 1 else found[0]
-        return words[0] if self.is_swept else self._one(words[0])
+        if not self.is_swept:
+            return self._one(words[0])
+        if self.numbers and not self.is_sequence:
+            return words[0]  # a distribution, or several numbers
+        found = [self._items(x) for x in words] if self.is_sequence else [self._one(x.strip()) for x in split_specs(words[0])]
+        return found if len(found) > 1 else found[0]
 
     def take(self, value: Any) -> Any:
         """Reads its value from a config file; raises ValueError if it is invalid."""

@@ -18,7 +18,8 @@ from msrl_jax.configs.fields import choices
 from msrl_jax.fragments.support.checks import name_of, shown
 from msrl_jax.fragments.support.text_values import Call, parts_of
 
-_WITHIN = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
+RELATIONS = {"above": operator.gt, "at least": operator.ge, "at most": operator.le, "below": operator.lt}
+"""How a number may be related to a bound, in words."""
 
 
 def check_fields(self: Any) -> None:
@@ -26,9 +27,10 @@ def check_fields(self: Any) -> None:
     for f in dataclasses.fields(self):
         where, kinds = f"{type(self).__name__}.{f.name}", parts_of(f.type)
         value = _plain(getattr(self, f.name), kinds)
+        has_no_number = isinstance(value, Tracer) or (value is None and type(None) in kinds)
         if options := choices(f):
             value = options[0].read(where, value, f)
-        elif not _is_open(value, kinds, f.metadata):
+        elif not (has_no_number or (f.metadata.get("tunable") and is_deferred(value))):
             value = _checked(where, value, kinds, f.metadata)
         object.__setattr__(self, f.name, value)
 
@@ -44,12 +46,6 @@ def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
     if isinstance(value, list | tuple) and any(tuple in (k, typing.get_origin(k)) for k in kinds):  # lists are not hashable
         return tuple(int(n) if isinstance(n, np.integer) else n for n in value)
     return value
-
-
-def _is_open(value: Any, kinds: tuple[Any, ...], about: Mapping[str, Any]) -> bool:
-    """Whether a value has no number to check: it is traced, an absent one, or a schedule."""
-    is_absent = value is None and type(None) in kinds
-    return isinstance(value, Tracer) or is_absent or bool(about.get("tunable") and is_deferred(value))
 
 
 def _checked(where: str, value: Any, kinds: tuple[Any, ...], about: Mapping[str, Any]) -> Any:
@@ -110,7 +106,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_within(number: Any, bounds: Mapping[str, float]) -> bool:
-    return all(_WITHIN[relation](number, bound) for relation, bound in bounds.items())
+    return all(RELATIONS[relation](number, bound) for relation, bound in bounds.items())
 
 
 def _bounds_text(bounds: Mapping[str, float], form: str) -> str:

@@ -1,8 +1,8 @@
 """Fragments: mark the parts of a training loop, and compile the loop for a distribution policy.
 
 Each layer imports only the ones before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
-program.py (`Program`), compiler.py. Loops count and report with counters.py, progress.py and metrics.py. `compile` calls the
-passes in this order:
+program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with counters.py, progress.py
+and metrics.py. `compile` calls the passes in this order:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments

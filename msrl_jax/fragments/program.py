@@ -1,8 +1,6 @@
 """The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
-import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -14,7 +12,7 @@ from jax.sharding import NamedSharding
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import Traced
-from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Run, Schedule, walk
+from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.passes.validate import check_jit_is_on, check_no_mesh_is_set
@@ -22,21 +20,11 @@ from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import CallWrapper, named_in_traces
 from msrl_jax.fragments.runtime.fused_loop import FusedLoop
 from msrl_jax.fragments.runtime.host_loop import HostLoop
 from msrl_jax.fragments.runtime.memory import MemoryCheck, is_planned, largest_array
 from msrl_jax.fragments.runtime.send_changed import DeltaStats, label_of
 from msrl_jax.fragments.runtime.state_layout import Delayed, StateLayout
-from msrl_jax.fragments.runtime.timing import (
-    Dispatch,
-    Prediction,
-    check_delay,
-    measure_costs,
-    measure_dispatch,
-    predict,
-    time_chunks,
-)
 from msrl_jax.fragments.runtime.transfer import Leaves
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.random_keys import is_key
@@ -46,8 +34,6 @@ State = TypeVar("State")
 
 # How many iterations beyond the staleness the host may run ahead of the devices: hides dispatch and bounds memory.
 _AHEAD = 2
-# Iterations of a fused program that are measured together.
-_TIMED = 8
 
 
 class Program(Generic[State]):
@@ -73,18 +59,19 @@ class Program(Generic[State]):
         self.layout, self.graph, self.traced = placed.layout, graph, traced
         self._placed_policy = placed
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        self._executables = Executables(seconds=seconds)
-        self._ahead = _AHEAD + self.layout.staleness
+        self.executables = Executables(seconds=seconds)
+        self.ahead = _AHEAD + self.layout.staleness
         self.state = StateLayout(tree, schedule.inputs, graph.axes, graph.delayed, self.layout.staleness, traced)
         check_fits = MemoryCheck(functools.partial(_remedy, traced))
-        self._host_loop = HostLoop(schedule, graph.axes, self._executables, self._ahead, check_fits)
+        self.host_loop = HostLoop(schedule, graph.axes, self.executables, self.ahead, check_fits)
         leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
         rewritten = fused is not traced.jaxpr
         self._fused = FusedLoop(
-            jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self._executables, check_fits
+            jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self.executables, check_fits
         ) if fused else None  # fmt: skip
 
-    def _check_setting(self) -> None:
+    def check_setting(self) -> None:
+        """Raises RuntimeError if the program cannot run with JAX's current settings, or on these devices."""
         check_jit_is_on()
         now: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         if self._x64 and not now:
@@ -97,7 +84,7 @@ class Program(Generic[State]):
     @property
     def schedule(self) -> Schedule:
         """The instructions, with the values of the state and the metrics."""
-        return self._host_loop.schedule
+        return self.host_loop.schedule
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -118,7 +105,7 @@ class Program(Generic[State]):
     @property
     def compile_seconds(self) -> float:
         """Seconds spent tracing and partitioning, and waiting for XLA, so far."""
-        return self._executables.seconds
+        return self.executables.seconds
 
     @property
     def registers(self) -> dict[str, int]:
@@ -174,7 +161,7 @@ class Program(Generic[State]):
           The placed state, as `place` returns it.
         """
         self._check_present()
-        return self.state.unflatten(self.state.initialize(init, args, self._executables))
+        return self.state.unflatten(self.state.initialize(init, args, self.executables))
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.
@@ -197,8 +184,8 @@ class Program(Generic[State]):
         Returns:
           The next state and the metrics, as arrays that may still be being computed.
         """
-        self._check_setting()
-        loop = self._fused or self._host_loop
+        self.check_setting()
+        loop = self._fused or self.host_loop
         leaves, row = loop.run_once(self.state.place(state, copy=not self.is_fused))  # which consumes them if not fused
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
             jax.block_until_ready(row)  # many calls could fill the queues of CPU devices, see runtime/execute.py
@@ -225,7 +212,7 @@ class Program(Generic[State]):
             program was compiled for.
           RuntimeError: if an array of the state was donated to an earlier run, or under `jax.disable_jit`.
         """
-        self._check_setting()
+        self.check_setting()
         for name, number in (("iterations", iterations), ("chunk", 1 if chunk is None else chunk)):
             if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name}={shown(number)} must be an integer of at least 1")
@@ -233,7 +220,7 @@ class Program(Generic[State]):
         leaves = self.state.place(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
-            leaves, metrics = self._chunk(leaves, min(chunk, iterations - start), chunk)
+            leaves, metrics = self.run_chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
         return self.state.unflatten(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
 
@@ -241,7 +228,7 @@ class Program(Generic[State]):
     def sent(self) -> dict[str, DeltaStats]:
         """Statistics of codecs that send changes: for every such transfer, its number, ends and first value, and the counts."""
         found = {}
-        for number, (i, sent) in enumerate(self._host_loop.sent.items()):
+        for number, (i, sent) in enumerate(self.host_loop.sent.items()):
             ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
             found[f"{number}: {ends}: {label_of(i.results[0])}"] = sent
         return found
@@ -255,7 +242,7 @@ class Program(Generic[State]):
         if self._fused:
             self._fused.compile(chunk)
         else:
-            self._host_loop.lower()
+            self.host_loop.lower()
 
     def begin(self, chunk: int = 1) -> None:
         """Starts compiling in another thread what a run with this chunk size needs, if it is one program; see `warm_up`."""
@@ -272,7 +259,7 @@ class Program(Generic[State]):
     def programs(self, chunk: int = 1) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
         """The instructions that run XLA programs, each with its program: those of `compiled`, and those of transfers."""
         if self._fused is None:
-            return self._host_loop.programs()
+            return self.host_loop.programs()
         compiled = self._fused.compile(chunk)
         return ((run, compiled) for run in self.instructions)
 
@@ -283,73 +270,17 @@ class Program(Generic[State]):
             compiled = {r: self._fused.compile(1 if in_loop else None) for r in self.instructions}
         else:
             self.warm_up()
-            compiled = self._executables.compiled
+            compiled = self.executables.compiled
         return explain(
-            self._placed_policy, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings,
+            self._placed_policy, self.traced.jaxpr.jaxpr, self.instructions, compiled, self.executables.shardings,
             self.is_fused, unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self.state.registers,
         )  # fmt: skip
 
-    def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:
-        """Measures the host's time to dispatch an iteration, averaged over a few; None if the policy fuses the loop."""
-        if self.is_fused:
-            return None
-        self._check_setting()
-        self._host_loop.executor()
-        return measure_dispatch(self.schedule, self._executables, self.state.place(state, copy=True))
-
-    def predict(self, state: State | Delayed, *, delay: float = 0.0) -> Prediction:
-        """Predicts the time of an iteration, by measuring the instructions of a few iterations one by one.
-
-        Args:
-          state: the state, which stays valid; the results of these iterations are discarded.
-          delay: seconds to add to every transfer between placements.
-
-        Returns:
-          The prediction. If the policy fuses the loop, it is the time of an iteration of that program, without transfers.
-
-        Raises:
-          ValueError: if a host function works in parallel with other instructions, which cannot be measured one by one.
-        """
-        check_delay(delay)
-        self._check_setting()
-        if started := [i.name for i, _ in walk(self.schedule.body) if isinstance(i, HostCall) and i.function.can_start]:
-            raise ValueError(f"{started[0]} works while other instructions run, so it cannot be timed alone; measure a run")
-        leaves = self.state.place(state, copy=True)
-        if self._fused is None:
-            self._host_loop.executor()
-            costs = measure_costs(self.schedule, self._executables, leaves)
-            return predict(self.schedule, costs, ahead=self._ahead, delay=delay)
-        seconds = time_chunks(lambda leaves: self._chunk(leaves, _TIMED, _TIMED)[0], leaves) / _TIMED
-        return Prediction(seconds, {self.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
-
-    def named_in_traces(self) -> contextlib.AbstractContextManager[None]:
-        """Names the host's dispatches, transfers and waits in `jax.profiler` traces, which takes a little time."""
-        return self._with_calls(named_in_traces)
-
-    def delayed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Makes the host sleep before each transfer between placements and each transfer of host results.
-
-        The host dispatches nothing while it sleeps, so delays add up, even where those of a network would overlap.
-        """
-        check_delay(seconds)
-
-        def later(call: Callable[..., Any], what: str) -> Callable[..., Any]:
-            def slow(*args: Any) -> Any:
-                time.sleep(seconds)
-                return call(*args)
-
-            return slow if what == "transfer" and seconds else call
-
-        return self._with_calls(later)
-
-    def _with_calls(self, around: CallWrapper) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.is_fused else self._host_loop.with_calls(around)
-
-    def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
+    def run_chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
         """Runs iterations; returns their metrics, stacked."""
         if self._fused:
             return self._fused.run(leaves, length, most)
-        leaves, rows = self._host_loop.run(leaves, length)
+        leaves, rows = self.host_loop.run(leaves, length)
         return leaves, _together(np.stack, jnp.stack, rows)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from msrl_jax.fragments.measure import dispatch_time
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.cpu_lowering import lower
@@ -172,7 +173,7 @@ def measure(
         "steps_per_second": rate, "updates_per_second": rate * agent.updates_per_iteration / agent.steps_per_iteration,
         "runs": runs,
     }  # fmt: skip
-    if dispatch := program.measure_dispatch(experiment.start(program)):
+    if dispatch := dispatch_time(program, experiment.start(program)):
         about |= {
             "instructions": dispatch.instructions, "instruction_microseconds": dispatch.microseconds,
             "python_microseconds": dispatch.python_microseconds, "call_microseconds": dispatch.call_microseconds,

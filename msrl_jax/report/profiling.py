@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
+from msrl_jax.fragments.measure import named_in_traces
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import fragment_plans
@@ -117,7 +118,7 @@ def profile_program(
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
     runner = _Runner(program, state)
-    with program.named_in_traces():
+    with named_in_traces(program):
         runner.plain(1)
         seconds = runner.plain(1)
         first = runner.traced(1)

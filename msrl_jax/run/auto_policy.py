@@ -14,6 +14,7 @@ import jax
 from msrl_jax import policies as registry
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.fragments import codecs
+from msrl_jax.fragments.measure import predict
 from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import is_planned
@@ -192,7 +193,7 @@ def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, 
         if program.layout.staleness or not all(codecs.get(edge.codec).lossless for edge in program.layout.codecs):
             why = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
             return Alternative(policy, None, refusal=f"it {why}, which changes what is learned; name it as the policy")
-        prediction = program.predict(experiment.start(program), delay=delay)
+        prediction = predict(program, experiment.start(program), delay=delay)
     except Exception as error:  # any policy, also a custom one, may raise anything
         return Alternative(policy, None, refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return Alternative(policy, prediction, program.compile_seconds)

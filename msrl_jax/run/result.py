@@ -22,7 +22,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.run.evaluation.history import final
-from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members
+from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members, state_of_member
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.outcome import Outcome
@@ -149,10 +149,7 @@ class Result(Outcome):
     def acting_state(self, member: int | None = None) -> Any:
         """Returns the state of one member in the form that `behavior` takes: `member_state`, wrapped as in `run_state`."""
         number, state = self.member(member), acting_part(self.run_state)
-        if not self.has_members:
-            return state
-        agent = self.behavior.agent
-        return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
+        return state_of_member(self.behavior.agent, state, number) if self.has_members else state
 
     @entry
     def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":

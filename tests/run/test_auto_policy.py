@@ -11,6 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax.cli import main
+from msrl_jax.fragments.measure import delayed, predict
 from msrl_jax.fragments.runtime.timing import Prediction
 from msrl_jax.report.bench import program_runner
 from msrl_jax.run import auto_policy
@@ -47,7 +48,7 @@ def fixed(monkeypatch, seconds):
     def predict(program, state, *, delay=0.0):
         return Prediction(seconds[program.layout.policy.partition("(")[0]], {}, 0.0, 0.0, 0)
 
-    monkeypatch.setattr(msrl.Program, "predict", predict)
+    monkeypatch.setattr(auto_policy, "predict", predict)
 
 
 def left(monkeypatch, *names):
@@ -172,9 +173,9 @@ def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
         for delay in DELAYS:
             predicted, measured = {}, {}
             for name, program in programs.items():
-                predicted[name] = program.predict(experiment.start(program), delay=delay).seconds
+                predicted[name] = predict(program, experiment.start(program), delay=delay).seconds
                 count = max(1, round(0.3 / predicted[name]))
-                with program.delayed(delay):
+                with delayed(program, delay):
                     measured[name] = 1 / program_runner(experiment, program, count).run(1.0)
             best = min(predicted, key=predicted.get)
             regrets[number, delay] = measured[best] / min(measured.values())

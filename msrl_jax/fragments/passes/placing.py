@@ -58,25 +58,42 @@ class Partition:
 
 
 class Placing:
-    """The placements of each node of a region (`places`, several for free glue) and of each carried variable (`home`)."""
+    """The placements of each node of a region and of each carried variable.
+
+    Attributes:
+      places: the placements of a node; only free glue has several.
+      home: the placements that keep a carried variable between repetitions.
+      free: the variables that depend on no placed fragment.
+      readers: what reads each variable.
+    """
 
     def __init__(
         self, region: Region, registers: Mapping[Var, list[Placement]], loops: Mapping[Node, Partition], default: Placement
     ):
-        """Places everything; `registers` has the carried variables whose homes are given, `loops` those already placed."""
+        """Places everything.
+
+        Args:
+          region: the region.
+          registers: the carried variables whose homes are given.
+          loops: the opened loops of the region, which are placed already.
+          default: the placement of what nothing else places.
+        """
         self.region, self.loops, self.default = region, loops, default
         self.free = _replicable(region, registers)
         self.readers = _readers(region, loops)
+        # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
         self.places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
         self.home: dict[Var, list[Placement]] = dict(registers)
         self._place_dependents()
+        # 2. A node with effects runs once, where it is read first.
         for node in region.nodes:
             if node.is_glue and node.has_effects and node not in self.places:
                 self.places[node] = [self._first_reader(node) or default]
                 self._place_dependents()
-        # Readers come first, so that only values carried between repetitions take more than one round.
+        # 3. Free glue is wherever it is needed. Readers come first, so that only carried values take more than one round.
         free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in self.places]
         self._place_where_needed(free_glue)
+        # 4. What no placed node needs is at the default placement, with what it reads.
         for var in region.carry:
             self.home.setdefault(var, [default])
         self._place_what_is_left(free_glue)

@@ -109,6 +109,11 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
     )
 
 
+def state_of_member(agent: Agent, state: Any, number: int) -> Any:
+    """Returns the state of one member from a state with a member dimension; all members share the data."""
+    return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
+
+
 def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Applies a function to the leaves of `Counted` run states that have a member dimension: all except the count."""
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))

@@ -28,6 +28,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
+from msrl_jax.run.experiment.agent_transforms import state_of_member
 from msrl_jax.run.loop.loop import Run
 from msrl_jax.run.result import Result
 
@@ -182,8 +183,7 @@ class Filming:
             return
         behavior, state = run.experiment.behavior, run.acting_state()
         if run.experiment.has_members:
-            agent = behavior.agent
-            state = agent.with_data(jax.tree.map(lambda x: x[0], agent.without_data(state)))
+            state = state_of_member(behavior.agent, state, 0)
         title = f"{run.experiment.name} on {run.experiment.env_name} after {run.step:,} steps"
         made = film(behavior, state, self.episodes, 0, self.max_steps, None, title)
         if processes.is_first():

@@ -124,13 +124,13 @@ def test_bytes_that_cross_are_those_of_the_plan(name, programs, moved_bytes):
 def test_nothing_compiles_after_the_first_iteration(name, programs):
     program = programs[name]
     state, _ = program.run(program.place(toy.initial_state()), 1)
-    before, compiled = program._executables.count, []
+    before, compiled = program.executables.count, []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
     program.run(state, 3, chunk=1, donate=True)
     jax.monitoring.clear_event_listeners()
-    assert not compiled and program._executables.count == before
+    assert not compiled and program.executables.count == before
 
 
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "GPUOnly"])

@@ -41,7 +41,7 @@ def test_a_fragment_used_twice_is_compiled_once():
     names = [i.name for i in program.instructions if isinstance(i, Run)]
     assert names == ["squash", "shift", "squash"]
     after, metrics = program.run(state, 2)
-    assert program._executables.count == 2 and metrics == {}
+    assert program.executables.count == 2 and metrics == {}
     assert_close(after, run_plain(lambda x: (iteration(x)[0], {"_": x[0, 0]}), state, 2)[0])
 
 

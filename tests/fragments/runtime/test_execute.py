@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.fragments.measure import dispatch_time
 from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from msrl_jax.fragments.runtime import transfer
@@ -91,7 +92,7 @@ def test_a_value_lost_in_the_middle_of_a_chunk_stops_the_run_at_its_end(devices,
 @pytest.mark.parametrize("name", DRIVEN)
 def test_dispatch_is_measured_per_instruction(name, programs):
     program, state = programs[name], toy.initial_state()
-    found = program.measure_dispatch(state)
+    found = dispatch_time(program, state)
     times = {kind: sum(n for i, n in walk(program.instructions) if isinstance(i, kind)) for kind in (Run, Move, Alloc, Loop)}
     assert times[Loop] > 0 and found.instructions == times[Run] + times[Move] + times[Alloc]
     assert 0 < found.python_microseconds < found.microseconds
@@ -102,7 +103,7 @@ def test_dispatch_is_measured_per_instruction(name, programs):
 def test_a_fused_loop_has_no_instructions_to_measure(devices):
     state = toy.initial_state()
     program = msrl.compile(toy.iteration, state, policy=msrl.policies.GPUOnly(), axes=toy.AXES, devices=devices[:1])
-    assert program.measure_dispatch(state) is None and program._executables.count == 0
+    assert dispatch_time(program, state) is None and program.executables.count == 0
 
 
 def test_programs_of_numbers_smaller_than_a_byte_are_measured_too(devices):
@@ -123,7 +124,7 @@ def test_programs_of_numbers_smaller_than_a_byte_are_measured_too(devices):
     state = jnp.ones(3, jnp.int4), jnp.ones(4, jnp.int4)
     policy = msrl.policies.SingleLearnerCoarse()
     program = msrl.compile(iteration, state, policy=policy, axes=(P(), P("env")), devices=devices[:3])
-    assert program.measure_dispatch(state).call_microseconds > 0
+    assert dispatch_time(program, state).call_microseconds > 0
 
 
 def test_a_task_that_consumes_an_array_waits_for_those_that_read_it():

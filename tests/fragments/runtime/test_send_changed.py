@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import replay
 from msrl_jax.fragments import codecs
+from msrl_jax.fragments.measure import delayed, named_in_traces
 from msrl_jax.policies import Central, SingleLearnerCoarse
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
@@ -148,7 +149,7 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     state = start([1] * 4)
     program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=AXES)
     program.run(state, 2)
-    (sender,) = program._host_loop.executor().senders
+    (sender,) = program.host_loop.executor().senders
     put, sender._put = sender._put, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
@@ -196,8 +197,8 @@ def test_every_transfer_is_counted_also_within_contexts():
     program = msrl.compile(toy.iteration, state, policy=Central(parameter_codec="delta"), axes=toy.AXES)
     program.run(state, 2)
     before = [one.exchanges for one in program.sent.values()]
-    assert len(before) == len(program._host_loop.executor().senders) > 1
-    with program.delayed(0.0), program.named_in_traces():
+    assert len(before) == len(program.host_loop.executor().senders) > 1
+    with delayed(program, 0.0), named_in_traces(program):
         program.run(state, 2)
     assert [one.exchanges for one in program.sent.values()] == [2 * n for n in before]
 

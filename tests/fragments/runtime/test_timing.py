@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from msrl_jax.fragments import measure
 from msrl_jax.fragments.passes.instructions import Free, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict
 from msrl_jax.policies import SingleLearnerCoarse, SingleLearnerFine
@@ -72,12 +73,12 @@ def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
     program, state = compiled(policy), toy.initial_state()
     placed = program.place(state)
     before, _ = program.run(placed, 2)
-    found = program.predict(placed)
+    found = measure.predict(program, placed)
     assert 0 < found.seconds < 10 and set(found.programs) <= {p.name for p in program.layout.placements}
     after, _ = program.run(placed, 2)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), program.unwrap(before).params, program.unwrap(after).params)
     if not program.is_fused:
-        costs = measure_costs(program.schedule, program._executables, program.state.place(state, copy=True))
+        costs = measure_costs(program.schedule, program.executables, program.state.place(state, copy=True))
         timed = {i for i, _ in walk(program.schedule.body) if not isinstance(i, Loop | Free)}
         assert set(costs) == timed and all(0 <= c.dispatch <= c.total for c in costs.values())
         assert found.exchanges == sum(n for i, n in walk(program.schedule.body) if isinstance(i, Move) and not i.is_copy)
@@ -87,7 +88,7 @@ def test_a_prediction_measures_a_state_that_stays_as_it_is(policy):
 def test_delays_within_each_other_add_up():
     program, state = compiled("SingleLearnerCoarse"), toy.initial_state()
     program.run(state, 1)
-    with program.delayed(0.1), program.named_in_traces(), program.delayed(0.2):
+    with measure.delayed(program, 0.1), measure.named_in_traces(program), measure.delayed(program, 0.2):
         start = time.perf_counter()
         program.run(state, 1)
         assert time.perf_counter() - start > 2 * 0.3
@@ -100,6 +101,6 @@ def test_delays_within_each_other_add_up():
 def test_a_delay_is_a_number_of_seconds(seconds):
     program = toy.program("GPUOnly")
     with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
-        program.delayed(seconds)
+        measure.delayed(program, seconds)
     with pytest.raises(ValueError, match="must be a number of seconds of at least 0"):
-        program.predict(toy.initial_state(), delay=seconds)
+        measure.predict(program, toy.initial_state(), delay=seconds)
