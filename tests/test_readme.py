@@ -706,8 +706,8 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
 @pytest.mark.long
 @pytest.mark.parametrize("line", IN_PAGES)
 def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
-    if "--algo my_dqn.py" in line:
-        msrl.algorithms.copy("dqn", "my_dqn.py")
+    for name in re.findall(r"--algo my_(\w+)\.py", line):
+        msrl.algorithms.copy(name, f"my_{name}.py")
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
