@@ -2,8 +2,7 @@
 
 A recipe is accepted if at least 18 of 20 of its last agents come within 5% of the mean score of the best agents in its record.
 
-    python benchmarks/unseen_seeds.py 'ppo-*' impala-cartpole \\
-        --json benchmarks/results/unseen_seeds.json --docs benchmarks/README.md
+    python benchmarks/unseen_seeds.py 'ppo-*' --json benchmarks/results/unseen_seeds.json --docs benchmarks/README.md
 """
 
 import argparse

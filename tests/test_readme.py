@@ -180,13 +180,10 @@ def test_the_console_script_exists():
     assert script.load() is cli.main
 
 
-def test_the_table_of_extras_names_what_they_bring():
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", SECTIONS["docs/install.md", "Extras"], re.MULTILINE)
-    brought = {extra: {re.split(r"[ <>=;]", package)[0] for package in packages} for extra, packages in EXTRAS.items()}
-    assert [extra for extra, _ in rows] == list(dict.fromkeys(extra for extra, _ in rows)) and set(dict(rows)) == set(brought)
-    for extra, packages in rows:
-        if extra != "test":  # most of the others
-            assert set(packages.split(", ")) == brought[extra], extra
+def test_the_table_of_extras_names_all():
+    rows = re.findall(r"^\| (`.*?`) \| .* \|$", SECTIONS["docs/install.md", "Extras"], re.MULTILINE)
+    named = [extra for row in rows for extra in re.findall(r"`(\w+)`", row)]
+    assert len(named) == len(set(named)) and set(named) == set(EXTRAS)
 
 
 def anchors(text):
@@ -608,7 +605,6 @@ def test_training_from_a_trained_agent(run_sections):
 def test_metrics_of_an_environment(run_sections):
     (cliff,), _ = run_sections(OWN_ENVIRONMENT, "Metrics")
     assert envs.check(cliff["Cliff"]()).ok and (cliff["result"].history["episode_success"] <= 1).all()
-    assert len(cliff["swept"].trials) == 4 and cliff["swept"].best.rank_by == "success"
 
 
 @pytest.mark.slow
@@ -706,8 +702,8 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
 @pytest.mark.long
 @pytest.mark.parametrize("line", IN_PAGES)
 def test_the_command_line_understands_the_pages(line, monkeypatch, run_sections):
-    if "--algo my_dqn.py" in line:
-        msrl.algorithms.copy("dqn", "my_dqn.py")
+    for name in re.findall(r"--algo my_(\w+)\.py", line):
+        msrl.algorithms.copy(name, f"my_{name}.py")
     write_config_files()
     _, command, *arguments = shlex.split(line.partition(" > ")[0])
     seen = []
