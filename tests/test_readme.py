@@ -33,14 +33,14 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "data", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
+    "policies", "algorithms", "offline", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "offline_evaluation", "faq",
+    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "faq",
 )  # fmt: skip
 (
-    POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
+    POLICIES, ALGORITHMS, OFFLINE, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, OFFLINE_EVALUATION, FAQ,
+    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,10 +70,10 @@ RUN_HERE = (
     (ALGORITHMS, "Your own algorithm"),
     (ALGORITHMS, "Your own copy"),
     (ALGORITHMS, "From a trained agent"),
-    (DATA, "Recording"),
-    (DATA, "Offline RL"),
-    (OFFLINE_EVALUATION, TOP),
-    (DATA, "Learning from data and experience"),
+    (OFFLINE, "Recording"),
+    (OFFLINE, "Offline RL"),
+    (OFFLINE, "Learning from data and experience"),
+    (OFFLINE, "Estimating a return"),
     (OWN_ENVIRONMENT, TOP),
     (OWN_ENVIRONMENT, "Wrappers"),
     (OWN_ENVIRONMENT, "Goals to reach"),
@@ -491,7 +491,7 @@ def test_action_values_of_a_trained_agent(run_sections):
 @pytest.mark.slow
 def test_data(run_sections, tmp_path):
     titles = ("Recording", "Offline RL", "Learning from data and experience")
-    (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
+    (recorded, offline, both), output = run_sections(OFFLINE, *titles, steps=1024)
     assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
     assert len(recorded["training"]) + len(recorded["validation"]) == 1024
     assert np.isfinite(offline["offline"].history["validation_loss"]).all()
