@@ -35,12 +35,12 @@ README = "README.md"
 TITLES = (
     "policies", "algorithms", "offline", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
     "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
-    "profiling", "tree_search", "examples", "actors", "coming_from", "tournaments", "faq",
+    "profiling", "tree_search", "examples", "cluster", "coming_from", "tournaments", "faq",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, OFFLINE, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
     GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
-    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, TOURNAMENTS, FAQ,
+    PROFILING, TREE_SEARCH, EXAMPLES, CLUSTER, COMING_FROM, TOURNAMENTS, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -106,7 +106,7 @@ RUN_HERE = (
     (POPULATIONS, "Population based training"),
     (TOURNAMENTS, TOP),
     (ARCHITECTURE, "Adding a part"),
-    (ACTORS, "Ray"),
+    (CLUSTER, "Elastic actors"),
     (COMING_FROM, "PureJaxRL"),
     (EXAMPLES, "RL-DARTS"),
     (FAQ, "Q-values, logits, the value function of a trained agent?"),
@@ -291,7 +291,7 @@ def test_runs(run_sections):
 def test_actors_that_ray_starts(tmp_path):
     """In a process of its own, whose end ends those of Ray."""
     ray = pytest.importorskip("ray")
-    (code,) = blocks(ACTORS, "Ray", "python")
+    (code,) = blocks(CLUSTER, "Elastic actors", "python")
     with socket.socket() as probe:
         probe.bind(("", 0))
         code = code.replace("7000", str(probe.getsockname()[1])).replace("100_000", "20_000")
