@@ -34,12 +34,12 @@ ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
     "policies", "algorithms", "offline", "own_environment", "environment_methods", "parameters", "several_agents", "simulators",
-    "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
+    "runs", "guarantees", "populations", "recipes", "architecture", "showing", "index", "first_hour", "in_brief",
     "profiling", "tree_search", "examples", "cluster", "coming_from", "tournaments", "faq",
 )  # fmt: skip
 (
     POLICIES, ALGORITHMS, OFFLINE, OWN_ENVIRONMENT, ENVIRONMENT_METHODS, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
-    GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
+    GUARANTEES, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, IN_BRIEF,
     PROFILING, TREE_SEARCH, EXAMPLES, CLUSTER, COMING_FROM, TOURNAMENTS, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
@@ -61,6 +61,7 @@ RUN_HERE = (
     (IN_BRIEF, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
+    (POLICIES, "Plan for hardware you do not have"),
     (ALGORITHMS, "Hindsight experience replay"),
     (ALGORITHMS, "Custom networks"),
     (ALGORITHMS, "Optimizers"),
@@ -100,7 +101,6 @@ RUN_HERE = (
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
     (GUARANTEES, "Non-finite values"),
-    (SCALING, TOP),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
@@ -556,7 +556,7 @@ def test_search_in_a_learned_model(run_sections):
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(SCALING, TOP)
+    (namespace,), output = run_sections(POLICIES, "Plan for hardware you do not have")
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 

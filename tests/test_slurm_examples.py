@@ -22,7 +22,7 @@ PROGRAMS = {
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the SLURM example of a section in which training ends with a code; returns the script's own, and what was written."""
+    """Runs the SLURM example of a section, in which training ends with a code; returns the code of the script and its files."""
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
