@@ -1,6 +1,7 @@
 """The README and its pages tell the truth: their commands, their Python, their tables, their links and the plan."""
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -489,14 +490,18 @@ def test_action_values_of_a_trained_agent(run_sections):
 
 
 @pytest.mark.slow
-def test_data(run_sections, tmp_path):
-    titles = ("Recording", "Offline RL", "Learning from data and experience")
-    (recorded, offline, both), output = run_sections(OFFLINE, *titles, steps=1024)
+def test_data(run_sections, tmp_path, monkeypatch):
+    settings = msrl.offline_evaluation.FittedQ(discount=0.5, num_updates=1000, batch_size=64, tau=0.05)  # quick
+    estimate = functools.partial(msrl.offline_evaluation.estimate_return, settings=settings)
+    monkeypatch.setattr(msrl.offline_evaluation, "estimate_return", estimate)
+    titles = ("Recording", "Offline RL", "Learning from data and experience", "Estimating a return")
+    (recorded, offline, both, estimated), output = run_sections(OFFLINE, *titles, steps=1024)
     assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
     assert len(recorded["training"]) + len(recorded["validation"]) == 1024
     assert np.isfinite(offline["offline"].history["validation_loss"]).all()
     assert both["result"].config.data == "medium.npz" and len(both["result"].state.data.items) == 6
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
+    assert estimated["estimate"].value == pytest.approx(2, abs=0.1)  # a reward of 1 per step
 
 
 @pytest.mark.long
@@ -576,7 +581,7 @@ def test_goals_in_hindsight(run_sections):
     (maze,), _ = run_sections(ALGORITHMS, "Hindsight experience replay", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
     for run in (maze["result"], bits["result"]):
-        assert run.description["config"]["relabel"] == 0.8
+        assert run.config.hindsight.share == 0.8
         assert run.evaluation.metrics["success"].shape == run.evaluation.returns.shape
     report = envs.check(bits["Bits"](4), steps=40)
     assert report.ok and not report.notes
