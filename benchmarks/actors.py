@@ -3,7 +3,7 @@
 `SlowCartPole` waits in every step, as a simulator elsewhere would: actors then cost little processor time, and add up on few
 cores too.
 
-    python benchmarks/actors.py --json benchmarks/results/actors.json --docs docs/actors.md
+    python benchmarks/actors.py --json benchmarks/results/actors.json --docs benchmarks/README.md
 """
 
 import argparse

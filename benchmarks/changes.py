@@ -2,7 +2,7 @@
 
 The token agent of `examples/archer.py`, whose actor crosses from its learner to the actors in every iteration.
 
-    python benchmarks/changes.py --json benchmarks/results/changes.json --docs docs/policies.md
+    python benchmarks/changes.py --json benchmarks/results/changes.json --docs benchmarks/README.md
 """
 
 import argparse

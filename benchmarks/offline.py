@@ -1,6 +1,6 @@
 """Learning from data alone: which algorithm wins on which data, and whether data can tell good policies from bad ones.
 
-    python benchmarks/offline.py --json benchmarks/results/offline.json --docs docs/offline.md --svg docs/offline.svg
+    python benchmarks/offline.py --json benchmarks/results/offline.json --docs benchmarks/README.md --svg docs/offline.svg
 
 PPO trains on each environment. Three data sets are recorded: of uniformly random actions, of the agent half way from
 random to the best return, and of the best agent. Five algorithms learn from each of them. Then fitted Q evaluation orders eight

@@ -1,6 +1,7 @@
 """The README and its pages tell the truth: their commands, their Python, their tables, their links and the plan."""
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
@@ -33,14 +34,14 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "data", "own_environment", "parameters", "several_agents", "simulators",
-    "runs", "guarantees", "scaling", "populations", "recipes", "architecture", "showing", "index", "first_hour", "concepts",
-    "profiling", "tree_search", "examples", "actors", "coming_from", "offline_evaluation", "faq",
+    "policies", "algorithms", "offline", "own_environment", "parameters", "several_agents", "simulators",
+    "runs", "guarantees", "populations", "recipes", "architecture", "showing", "index", "first_hour", "concepts",
+    "profiling", "tree_search", "examples", "cluster", "coming_from", "faq",
 )  # fmt: skip
 (
-    POLICIES, ALGORITHMS, DATA, OWN_ENVIRONMENT, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
-    GUARANTEES, SCALING, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, CONCEPTS,
-    PROFILING, TREE_SEARCH, EXAMPLES, ACTORS, COMING_FROM, OFFLINE_EVALUATION, FAQ,
+    POLICIES, ALGORITHMS, OFFLINE, OWN_ENVIRONMENT, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
+    GUARANTEES, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, CONCEPTS,
+    PROFILING, TREE_SEARCH, EXAMPLES, CLUSTER, COMING_FROM, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -61,6 +62,7 @@ RUN_HERE = (
     (CONCEPTS, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
+    (POLICIES, "Plan for hardware you do not have"),
     (ALGORITHMS, "Hindsight experience replay"),
     (ALGORITHMS, "Custom networks"),
     (ALGORITHMS, "Optimizers"),
@@ -70,10 +72,10 @@ RUN_HERE = (
     (ALGORITHMS, "Your own algorithm"),
     (ALGORITHMS, "Your own copy"),
     (ALGORITHMS, "From a trained agent"),
-    (DATA, "Recording"),
-    (DATA, "Offline RL"),
-    (OFFLINE_EVALUATION, TOP),
-    (DATA, "Learning from data and experience"),
+    (OFFLINE, "Recording"),
+    (OFFLINE, "Offline RL"),
+    (OFFLINE, "Learning from data and experience"),
+    (OFFLINE, "Estimating a return"),
     (OWN_ENVIRONMENT, TOP),
     (OWN_ENVIRONMENT, "Wrappers"),
     (OWN_ENVIRONMENT, "Goals to reach"),
@@ -100,13 +102,12 @@ RUN_HERE = (
     (RECIPES, "Reproducing"),
     (RECIPES, "Statistics"),
     (GUARANTEES, "Non-finite values"),
-    (SCALING, TOP),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
-    (ACTORS, "Ray"),
+    (CLUSTER, "Elastic actors"),
     (COMING_FROM, "PureJaxRL"),
     (EXAMPLES, "RL-DARTS"),
     (FAQ, "Q-values and probabilities"),
@@ -285,7 +286,7 @@ def test_runs(run_sections):
 def test_actors_that_ray_starts(tmp_path):
     """In a process of its own, whose end ends those of Ray."""
     ray = pytest.importorskip("ray")
-    (code,) = blocks(ACTORS, "Ray", "python")
+    (code,) = blocks(CLUSTER, "Elastic actors", "python")
     with socket.socket() as probe:
         probe.bind(("", 0))
         code = code.replace("7000", str(probe.getsockname()[1])).replace("100_000", "20_000")
@@ -485,14 +486,18 @@ def test_action_values_of_a_trained_agent(run_sections):
 
 
 @pytest.mark.slow
-def test_data(run_sections, tmp_path):
-    titles = ("Recording", "Offline RL", "Learning from data and experience")
-    (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
+def test_data(run_sections, tmp_path, monkeypatch):
+    settings = msrl.offline_evaluation.FittedQ(discount=0.5, num_updates=1000, batch_size=64, tau=0.05)  # quick
+    estimate = functools.partial(msrl.offline_evaluation.estimate_return, settings=settings)
+    monkeypatch.setattr(msrl.offline_evaluation, "estimate_return", estimate)
+    titles = ("Recording", "Offline RL", "Learning from data and experience", "Estimating a return")
+    (recorded, offline, both, estimated), output = run_sections(OFFLINE, *titles, steps=1024)
     assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
     assert len(recorded["training"]) + len(recorded["validation"]) == 1024
     assert np.isfinite(offline["offline"].history["validation_loss"]).all()
     assert both["result"].config.data == "medium.npz" and len(both["result"].state.data.items) == 6
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
+    assert estimated["estimate"].value == pytest.approx(2, abs=0.1)  # a reward of 1 per step
 
 
 @pytest.mark.long
@@ -552,7 +557,7 @@ def test_search_in_a_learned_model(run_sections):
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(SCALING, TOP)
+    (namespace,), output = run_sections(POLICIES, "Plan for hardware you do not have")
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
@@ -572,7 +577,7 @@ def test_goals_in_hindsight(run_sections):
     (maze,), _ = run_sections(ALGORITHMS, "Hindsight experience replay", steps=2048)
     (bits,), _ = run_sections(OWN_ENVIRONMENT, "Goals to reach")
     for run in (maze["result"], bits["result"]):
-        assert run.description["config"]["hindsight"] == "hindsight:share=0.8,by=future"
+        assert run.config.hindsight.share == 0.8
         assert run.evaluation.metrics["success"].shape == run.evaluation.returns.shape
     report = envs.check(bits["env"], steps=40)
     assert report.ok and not report.notes

@@ -1,4 +1,4 @@
-"""The SLURM examples of the pages do as the pages say: run in a shell, with programs that stand in for SLURM's."""
+"""The SLURM examples of a page do as the page says: run in a shell, with programs that stand in for SLURM's."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS
 from tests.support import processes
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGE = Path(__file__).parents[1] / "docs" / "cluster.md"
 PROGRAMS = {
     "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
     "sbatch": 'echo "$MSRL_JAX_ACTORS_KEY" >> keys; SLURM_JOB_ID=7 sh -c "${!#}"; echo $? >> codes',  # the script of --wrap
@@ -22,13 +22,14 @@ PROGRAMS = {
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the SLURM example of a page in which training ends with a code; returns the script's own, and what was written."""
+    """Runs the SLURM example of a section, in which training ends with a code; returns the code of the script and its files."""
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(page, code):
-        (example,) = re.findall(r"\*\*SLURM\*\*.*?^```\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    def run(section, code):
+        text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        (example,) = re.findall(r"\*\*SLURM\*\*.*?^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code), "SLURM_JOB_ID": "7"}
         script = example.replace("/shared", str(tmp_path / "shared"))
         (tmp_path / "shared").mkdir()
@@ -47,14 +48,14 @@ def parsed(ran):
 
 @pytest.mark.parametrize("code", [0, 2, 75, 143])
 def test_a_job_goes_into_the_queue_again_if_its_run_reached_the_time_limit_and_only_then(run, code):
-    ended, written = run("cluster.md", code)
+    ended, written = run("Several processes", code)
     assert ended == code and written.get("requeued") == ("requeue 7\n" if code == 75 else None)
     assert parsed(written["ran"])[0]["distributed"]
 
 
 @pytest.mark.parametrize("code", [0, 75, 143])
 def test_a_learner_says_where_it_is_and_its_actors_look_there(run, tmp_path, code):
-    _, written = run("actors.md", code)
+    _, written = run("Elastic actors", code)
     assert written["codes"] == f"{code}\n0\n" and written.get("requeued") == ("requeue 7\n" if code == 75 else None)
     assert re.fullmatch(r"\S+:7000\n", written["shared/learner"])
     assert written["keys"] == 2 * f"{tmp_path}/shared/actors.pem\n"
