@@ -78,6 +78,23 @@ def unrolled(agent, state):
     return innermost(after).params, metrics
 
 
+TRACED = ("recurrent_ppo", "impala+memory", "pqn+memory", "dqn", "sac+gru", "td3", "a2c", "ippo", "bc")
+
+
+@pytest.mark.parametrize("name", [n if n in TRACED else pytest.param(n, marks=pytest.mark.long) for n in CASES])
+def test_members_can_be_traced(name):
+    """Without compiling anything: `-m slow` compares their numbers."""
+    algorithm = msrl.algorithms.get(name.partition("+")[0])
+    env, options = env_of(name, algorithm), MORE[name] if name in MORE else PARTICULAR.get(name, {})
+    options = SMALL | {"num_envs": 16} | options | ({"data": noise(env)} if algorithm.offline else {})
+    config = msrl.algorithms.make(algorithm, {k: v for k, v in options.items() if k in all_fields(algorithm)})
+    agent = counted(members(build(config, env)), LENGTH)
+    state = agent.with_data(jax.eval_shape(agent.init, jax.random.split(jax.random.key(0), 3)))
+    after, metrics = jax.eval_shape(agent.iteration, state)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (after, state)]
+    assert shapes[0] == shapes[1] and {x.shape for x in jax.tree.leaves(metrics)} <= {(3,), ()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
