@@ -50,14 +50,15 @@ def truncated_values(
     once, because a data-dependent loop would wait for the host. Vmapped runs also compute all values, because the members would
     otherwise wait for each other across devices.
     """
-    # Parameters that the function does not read are replaced by zeros, so that they are not sent to the device that computes the
-    # values, and are no constants of `values`, which must not depend on members.
+    # Parameters that the function does not read become zeros, so that they are not sent to the device that computes the values,
+    # and `values` does not close over them, which a rule for members may not.
     leaves, tree = jax.tree.flatten(params)
     is_read = are_read(of_params, params, jax.tree.map(lambda x: x[0], final))
 
     def value(read: Sequence[Any], final: Any) -> jax.Array:
         left = iter(read)
-        return of_params(tree.unflatten([next(left) if used else jnp.zeros_like(x) for x, used in zip(leaves, is_read, strict=True)]), final)
+        whole = [next(left) if used else jnp.zeros_like(x) for x, used in zip(leaves, is_read, strict=True)]
+        return of_params(tree.unflatten(whole), final)
 
     def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
         needed = truncated.at[-1].set(True) if and_last else truncated
