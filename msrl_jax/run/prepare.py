@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
+from msrl_jax._files import as_path
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
-from msrl_jax.fragments.support.checks import as_path, check_seed, is_several, shown, whole
+from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.registry import code_names
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
@@ -69,6 +70,12 @@ def _settings(base: Any, given: Mapping[str, Any]) -> dict[str, tuple[float, ...
             )
         several[name] = tuple(_number(f"{kind.__name__}.{name}[{i}]", x) for i, x in enumerate(values))
     return several
+
+
+def is_several(value: Any) -> bool:
+    """Whether something is a sequence of values; a named tuple is one value, as is a tuple of functions."""
+    is_one = isinstance(value, tuple) and (hasattr(value, "_fields") or any(map(callable, value)))
+    return isinstance(value, list | tuple | range) and not is_one
 
 
 def _plain(value: Any) -> Any:
