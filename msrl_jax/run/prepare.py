@@ -16,6 +16,7 @@ from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.registry import code_names
+from msrl_jax.registry.lookup import as_config
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.experiment.pbt import read
@@ -38,7 +39,7 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **as
         return algo
     own: dict[str, Any] = {name: asked.pop(name) for name in ARGUMENTS if name in asked}
     own |= {} if env is None else {"env": env}
-    base = algorithms.make("ppo" if algo is None else algo, {})
+    base = as_config("ppo" if algo is None else algo)
     if own.get("pbt") is not None:
         own["pbt"] = pbt = read(own["pbt"])
         if (seeds := whole("seeds", own.get("seeds", 1))) > 1:
