@@ -28,7 +28,7 @@ FLOORS = [
     {"configs"},
     {"policies", "replay"},
     {"envs"},
-    {"_rooms"},
+    {"_files", "_rooms"},
     {"fragments"},
     {"_compat"},
 ]
@@ -115,7 +115,7 @@ def test_the_floors_of_the_compiler_import_those_below():
 
 
 def test_the_floors_of_a_run_import_those_below():
-    below = ["outputs", "result", "outcome", "summary", "loop", "disk", "experiment", "evaluation", "processes"]
+    below = ["outputs", "result", "outcome", "summary", "loop", "disk", "experiment", "evaluation", "processes", "streams"]
     inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.run.")}
     folders = {name for name, module in inside.items() if FILES[name].parent.name != "run"}
     assert {inside[name] for name in folders} < set(below)
@@ -140,7 +140,8 @@ def test_fragments_and_policies_need_nothing_else_of_the_package():
 
 
 def test_the_root_has_what_all_packages_share():
-    assert {name.split(".")[1] for name in NAMES if name.count(".") == 1} == {"__init__", "__main__", "_compat", "_rooms"}
+    root = {name.split(".")[1] for name in NAMES if name.count(".") == 1}
+    assert root == {"__init__", "__main__", "_compat", "_files", "_rooms"}
 
 
 def test_algorithms_know_no_distribution_policy():

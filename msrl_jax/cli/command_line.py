@@ -20,9 +20,10 @@ from msrl_jax.cli.command import Parsed, parse
 from msrl_jax.cli.commands import COMMANDS, DIVERGED, NOT_SAVED
 from msrl_jax.cli.config_file import ConfigFile
 from msrl_jax.cli.options import UsageError
-from msrl_jax.fragments.support import compiling, terminal
+from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.tracebacks import hide_frames, operation, with_all_frames
+from msrl_jax.run import streams
 
 PROG = "msrl-jax"
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with terminal.tolerant_streams() as out, _short_warnings(), with_all_frames():
+    with streams.tolerant_streams() as out, _short_warnings(), with_all_frames():
         try:
             code = _run(argv)
         except Exception as error:

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax._files import parse_json, writing
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes, named
-from msrl_jax.fragments.support.checks import parse_json, shown, writing
+from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Transition
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from msrl_jax.fragments.support.checks import writing
+from msrl_jax._files import writing
 
 KEY_VARIABLE = "MSRL_JAX_ACTORS_KEY"  # the variable that names another file
 _FORMER = "MSRL_JAX_SECRET"

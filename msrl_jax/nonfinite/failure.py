@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import aval
+from msrl_jax._files import parse_json, replacing
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.graph.trace import trace
-from msrl_jax.fragments.support.checks import parse_json, replacing
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.nonfinite.origin import Origin, evaluate_again, find_fragment

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msrl_jax.fragments.support.checks import as_path, replacing
+from msrl_jax._files import as_path, replacing
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.registry import files, lookup
 from msrl_jax.registry.table import ALGORITHMS

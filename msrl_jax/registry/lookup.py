@@ -79,20 +79,26 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
     """
-    given: bool = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
-    source: Any = type(algorithm) if given else algorithm
-    kind: Any = get(source)
-    known = list(all_fields(kind))
+    base = as_config(algorithm)
+    kind, known = type(base), list(all_fields(type(base)))
     for name in overrides:
         if name not in known:
             near = suggestion(name, known)
             if name == "core" and (with_core := _WITH_CORE.get(kind.name)):
                 near = f": {kind.name} with a core is {with_core}"
             raise ValueError(f"{kind.__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
-    new = with_values(algorithm if given else kind(), overrides)
+    new = with_values(base, overrides)
     resolve.check(new)
     resolve.check_fits(new)
     return new
+
+
+def as_config(algorithm: Any) -> Any:
+    """Returns a config as it is, or the default config for an argument of `get`."""
+    if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
+        get(type(algorithm))
+        return algorithm
+    return get(algorithm)()
 
 
 def check_env(config: Any, env: Any) -> None:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._files import replacing
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.runtime.crossing import key_impl
-from msrl_jax.fragments.support.checks import replacing
 from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.report.provenance import origin_of, write_origin
 from msrl_jax.run.evaluation.evaluate import make_evaluator

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msrl_jax.fragments.support.checks import as_path, parse_json, replacing
+from msrl_jax._files import as_path, parse_json, replacing
 from msrl_jax.fragments.support.terminal import table
 from msrl_jax.report.curves import figure_of, inline, styled, svg_of
 from msrl_jax.report.timeline import Key, Span, in_perfetto

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from msrl_jax import policies
+from msrl_jax._files import parse_json
 from msrl_jax.envs.suites.catalog import packages_of
 from msrl_jax.envs.workers import processors
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import versions, write_json

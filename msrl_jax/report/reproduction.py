@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from msrl_jax import policies
+from msrl_jax._files import as_path
 from msrl_jax.envs.base import close_simulators, is_on_host
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.support.checks import as_path, check_seed, whole
+from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.best_agents import BestAgents
 from msrl_jax.report.provenance import origin_of, sources

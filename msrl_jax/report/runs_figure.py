@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import as_path
+from msrl_jax._files import as_path
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
 from msrl_jax.run import Result

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import as_path
+from msrl_jax._files import as_path
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure

@@ -11,10 +11,12 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data
+from msrl_jax._files import as_path
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.envs import Environment
-from msrl_jax.fragments.support.checks import as_path, check_seed, is_several, shown, whole
+from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.registry import code_names
+from msrl_jax.registry.lookup import as_config
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.experiment.pbt import read
@@ -37,7 +39,7 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **as
         return algo
     own: dict[str, Any] = {name: asked.pop(name) for name in ARGUMENTS if name in asked}
     own |= {} if env is None else {"env": env}
-    base = algorithms.make("ppo" if algo is None else algo, {})
+    base = as_config("ppo" if algo is None else algo)
     if own.get("pbt") is not None:
         own["pbt"] = pbt = read(own["pbt"])
         if (seeds := whole("seeds", own.get("seeds", 1))) > 1:
@@ -69,6 +71,12 @@ def _settings(base: Any, given: Mapping[str, Any]) -> dict[str, tuple[float, ...
             )
         several[name] = tuple(_number(f"{kind.__name__}.{name}[{i}]", x) for i, x in enumerate(values))
     return several
+
+
+def is_several(value: Any) -> bool:
+    """Whether something is a sequence of values; a named tuple is one value, as is a tuple of functions."""
+    is_one = isinstance(value, tuple) and (hasattr(value, "_fields") or any(map(callable, value)))
+    return isinstance(value, list | tuple | range) and not is_one
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax.fragments.support.checks import as_path, parse_json, replacing, suggestion
+from msrl_jax._files import as_path, parse_json, replacing
+from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.run.disk import toml
 
 FOLDER = Path(__file__).parents[1] / "recipes"

@@ -15,6 +15,7 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax._compat import is_tracing
+from msrl_jax._files import as_path
 from msrl_jax.agents.replay_ratio import replay_ratio
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import close_simulators, is_on_host
@@ -23,7 +24,7 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support import compiling
-from msrl_jax.fragments.support.checks import as_path, whole
+from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text

@@ -16,9 +16,10 @@ from msrl_jax.agents.schedules import is_adaptive, is_ramp
 from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
 from msrl_jax.fragments.support import naming
-from msrl_jax.fragments.support.checks import is_several, suggestion, whole
+from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.fragments.support.text_values import split_specs
 from msrl_jax.run.evaluation.history import in_words
+from msrl_jax.run.prepare import is_several
 
 _MOST_TRIALS = 2**20  # all trials are in memory
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import algorithms, policies
+from msrl_jax._files import as_path
 from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support import compiling
-from msrl_jax.fragments.support.checks import as_path, whole
+from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.run import processes

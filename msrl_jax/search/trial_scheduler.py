@@ -21,7 +21,6 @@ from msrl_jax.envs.base import close_simulators
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.text import size
-from msrl_jax.fragments.support.terminal import progress_stream
 from msrl_jax.run import processes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk import checkpoint, folder, store
@@ -31,6 +30,7 @@ from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
 from msrl_jax.run.result import Result, of_members
+from msrl_jax.run.streams import progress_stream
 from msrl_jax.run.training import train
 from msrl_jax.search.space import Stage, Trial
 

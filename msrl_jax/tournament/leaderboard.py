@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.checks import as_path, parse_json, whole, writing
+from msrl_jax._files import as_path, parse_json, writing
+from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.terminal import table
 from msrl_jax.run.disk.folder import check_links, locked, read_json, write_json
 from msrl_jax.run.disk.store import ResumeWarning

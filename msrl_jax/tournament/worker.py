@@ -24,7 +24,6 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
-from msrl_jax.fragments.support.terminal import progress_stream
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
 from msrl_jax.run.experiment.agent_transforms import fold_keys
@@ -34,6 +33,7 @@ from msrl_jax.run.loop.callbacks import Callback, Progress, Tick
 from msrl_jax.run.loop.guard import DivergedError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.result import Result
+from msrl_jax.run.streams import progress_stream
 from msrl_jax.run.training import train
 from msrl_jax.tournament.leaderboard import Entry, Leaderboard
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.fragments.support.checks import as_path
+from msrl_jax._files import as_path
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 from msrl_jax.run.loop.callbacks import check_callbacks
 

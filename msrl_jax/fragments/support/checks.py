@@ -1,16 +1,11 @@
-"""Checks of arguments and names that several packages share; errors suggest the nearest name, or name the file."""
+"""Checks of arguments and names that several packages share; errors suggest the nearest name."""
 
 import contextlib
 import difflib
-import itertools
-import json
 import math
 import numbers
-import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,65 +32,6 @@ def check_seed(seed: Any, seeds: int = 1) -> int:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
         raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {most}")
     return first
-
-
-def is_several(value: Any) -> bool:
-    """Whether something is a sequence of values; a named tuple is one value, as is a tuple of functions."""
-    is_one = isinstance(value, tuple) and (hasattr(value, "_fields") or any(map(callable, value)))
-    return isinstance(value, list | tuple | range) and not is_one
-
-
-def as_path(name: str, value: Any) -> Path:
-    """Converts a string or path-like object to a path; raises TypeError for anything else, ValueError if it is empty."""
-    if value == "":
-        raise ValueError(f"{name}='' is not a path; pass one, or omit it")
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={shown(value)}: use a path as a string or a pathlib.Path, or omit it")
-    return Path(value)
-
-
-@contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the file's name to operating-system errors that lack it, such as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to a file, renamed to it at the end, so that a reader sees either the whole file or none."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")  # unique to this writer
-    try:
-        with writing(path):
-            yield partial
-            os.replace(partial, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == os.fspath(partial):
-            error.filename = os.fspath(path)
-        raise
-
-
-_DEEPEST = 100  # maximum nesting depth of JSON
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parses untrusted JSON; raises ValueError if it is invalid or nested too deeply."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    level = [value]
-    for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        if not (level := list(itertools.chain.from_iterable(inner))):
-            return value
-    raise ValueError("it is nested too deeply")
 
 
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._files import parse_json
 from msrl_jax.fragments.runtime.crossing import key_impl
-from msrl_jax.fragments.support.checks import parse_json
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run.disk.folder import CHECKPOINTS, SUMMARY, write_json
 from msrl_jax.run.experiment.plain_data import RunFolderError, to_json

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.fragments.support.checks import parse_json, replacing, writing
+from msrl_jax._files import parse_json, replacing, writing
 from msrl_jax.run.evaluation.history import Row, scalars
 from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
 

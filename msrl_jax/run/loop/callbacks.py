@@ -20,11 +20,12 @@ from msrl_jax.envs.param_sources import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.runtime.transfer import put
 from msrl_jax.fragments.support.checks import shown, whole
-from msrl_jax.fragments.support.terminal import TolerantStream, progress_stream, significant
+from msrl_jax.fragments.support.terminal import significant
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
 from msrl_jax.run.evaluation.history import scalars, team_of
 from msrl_jax.run.loop.loop import Run, StopReason
+from msrl_jax.run.streams import TolerantStream, progress_stream
 
 
 def _no_run(values: Any) -> None:

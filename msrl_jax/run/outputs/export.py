@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
+from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import MaskedObservation
-from msrl_jax.fragments.support.checks import as_path, replacing, whole
+from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import check_target

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
@@ -22,7 +23,7 @@ from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
-from msrl_jax.fragments.support.checks import as_path, check_seed, replacing, whole
+from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes

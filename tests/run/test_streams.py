@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from msrl_jax import data
-from msrl_jax.fragments.support.checks import writing
-from msrl_jax.fragments.support.terminal import TolerantStream, tolerant_streams
+from msrl_jax._files import writing
 from msrl_jax.run.disk import folder
+from msrl_jax.run.streams import TolerantStream, tolerant_streams
 
 
 def test_a_stream_without_a_character_writes_a_question_mark():

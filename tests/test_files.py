@@ -1,6 +1,6 @@
 import pytest
 
-from msrl_jax.fragments.support.checks import replacing
+from msrl_jax._files import replacing
 
 
 def test_an_error_names_the_file_and_not_the_one_that_was_to_replace_it(tmp_path):
