@@ -34,6 +34,7 @@ from msrl_jax.configs.config import (
     variant,
 )
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
@@ -45,7 +46,7 @@ from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic
-from msrl_jax.networks.distributions import check_policy_space, has_scale
+from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae
 from msrl_jax.returns.means import standardize
@@ -287,7 +288,7 @@ class IPPO:
             choose_action=choose_action,
             initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
             updates_per_iteration=self.num_epochs * self.num_minibatches,
-            probabilities=None if has_core(self) or has_scale(check_policy_space(venv.action_space)) else probabilities,
+            probabilities=None if has_core(self) or is_continuous(check_policy_space(venv.action_space)) else probabilities,
             env_group=self.num_minibatches if has_core(self) else 1,
             agent_axes=env,
         )

@@ -41,7 +41,7 @@ class Torso(nn.Module):
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
     # its inputs from a `PrivilegedObservation`; "both": the privileged state, with the observation passed as an action
     input_part: Literal["obs", "privileged_state", "both"] = "obs"
-    batch_norm: bool = False  # whether to normalize the dense layers' inputs and outputs
+    normalize: Activate = lambda x: x  # of the input of the first dense layer, and of the output of each
 
     is_whole = False
     """Whether its outputs are those of a head already."""
@@ -89,17 +89,10 @@ class Torso(nn.Module):
         activation = ACTIVATIONS[self.activation]
         if self.kind == "simba":
             return _residual(x, activation, self.hidden_sizes)
-        x = self._normalized(x)
+        x = self.normalize(x)
         for size in self.hidden_sizes:
-            x = self._normalized(hidden(x, size, activation, self.layer_norm))
+            x = self.normalize(hidden(x, size, activation, self.layer_norm))
         return x
-
-    def _normalized(self, x: jax.Array) -> jax.Array:
-        """Normalizes by the batch's statistics if the caller makes `batch_stats` mutable, else by the given statistics."""
-        if not self.batch_norm:
-            return x
-        given = not self.is_mutable_collection("batch_stats")
-        return nn.BatchNorm(given, momentum=0.0, epsilon=1e-3, use_fast_variance=False)(x)
 
 
 class AsymmetricTorso(NamedTuple):
