@@ -41,7 +41,7 @@ from msrl_jax.networks.policies import heads_of, log_likelihood
 from msrl_jax.networks.policy_heads import check_policy_space
 
 
-@config("bc", offline=True)
+@config("bc", offline=True, actions=("discrete", "integers", "bounded"))
 class BC:
     """Behavior cloning; for actions that are discrete, integers or bounded floats."""
 
@@ -65,7 +65,7 @@ class BC:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         space = check_policy_space(env.action_space)
-        space = check_bounded("bc", space) if is_continuous(space) else space
+        space = check_bounded(type(self).__name__, space) if is_continuous(space) else space
         policy = heads_of(space).policy(env.observation_space, space, self)
         source, venv = read_data(env, self), playing_env(env, self)
         optimizer = make_optimizer(self, epsilon=1e-8)

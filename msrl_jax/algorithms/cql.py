@@ -53,7 +53,7 @@ from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep
 
 
-@config("cql", offline=True, privileged=True)
+@config("cql", offline=True, privileged=True, actions=("discrete", "bounded"))
 class CQL:
     """Conservative Q-learning; for actions that are discrete or bounded floats.
 
@@ -105,7 +105,7 @@ class CQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("cql", env.action_space)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         source = read_data(env, self, discount=self.discount)
         venv, to_env_action = playing_env(env, self), action_transform(action_space)
         if isinstance(action_space, Discrete):

@@ -55,7 +55,7 @@ from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep, Transition
 
 
-@config("dqn")
+@config("dqn", actions=("discrete",))
 class DQN:
     """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
+    ALL_ACTIONS,
     Activation,
     CoreKind,
     NetworkKind,
@@ -75,7 +76,7 @@ class Batch(NamedTuple):
     valid: jax.Array | None  # which steps count; all if None
 
 
-@config("ippo", many_agents=True)
+@config("ippo", many_agents=True, actions=ALL_ACTIONS)
 class IPPO:
     """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
 

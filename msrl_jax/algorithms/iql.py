@@ -82,7 +82,7 @@ class Binary:
     """The weight of an action is 1 if its advantage is above 0, else 0 (CRR)."""
 
 
-@config("iql", offline=True, privileged=True)
+@config("iql", offline=True, privileged=True, actions=("discrete", "bounded"))
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 
@@ -118,7 +118,7 @@ class IQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("iql", env.action_space)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         heads = heads_of(action_space)
         policy = heads.policy(env.observation_space, action_space, self)
         critics = heads.critics(env.observation_space, action_space, 2, self)

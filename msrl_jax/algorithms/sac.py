@@ -33,7 +33,7 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -44,7 +44,7 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.loops.steps import check_core, experience_of
+from msrl_jax.loops.windows import check_core, windows_of
 from msrl_jax.losses.critic_targets import CriticTargets, TargetNetworks
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.losses.predictions import CriticReturns, Expected
@@ -54,7 +54,7 @@ from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("sac", privileged=True)
+@config("sac", privileged=True, actions=("discrete", "bounded"))
 class SAC:
     """Soft actor-critic; for actions that are discrete or bounded floats.
 
@@ -104,16 +104,16 @@ class SAC:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("sac", env.action_space)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = seen_space(self, venv.observation_space)
-        heads, experience, predicted = heads_of(action_space), experience_of(self), self.returns.of_critics(self.discount)
-        policy = experience.network("actor", obs_space, lambda seen: heads.policy(seen, action_space, self))
-        critics = experience.network(
+        obs_space = network_space(self, venv.observation_space)
+        heads, windows, predicted = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
+        policy = windows.network("actor", obs_space, lambda seen: heads.policy(seen, action_space, self))
+        critics = windows.network(
             "critic", obs_space,
             lambda seen: heads.critics(seen, action_space, self.num_critics, self, predicted.num_outputs, self.target.torso),
         )  # fmt: skip
-        buffer = experience.buffer(env)
+        buffer = windows.buffer(env)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
         to_env_action = action_transform(action_space)
 
@@ -124,7 +124,7 @@ class SAC:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = experience.step(params, see(observations, obs), carry)
+            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
             explored = policy.apply(params["actor"], seen).sample(keys)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen))
             return action, carry, next_carry
@@ -147,26 +147,29 @@ class SAC:
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
-            batch, temperature = experience.steps(batch), jnp.exp(params["log_temperature"])
+            batch, temperature = windows.steps(batch), jnp.exp(params["log_temperature"])
             e = batch.experience
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
             next_action, next_log_prob, next_mean = policy.apply(params["actor"], e.next_obs).sample_for_mean(next_keys)
 
-            def backup(next_q):
+            def backup(next_q):  # with the entropy of the next action
                 return e.reward + e.discount * next_mean(soft_value(next_q, next_log_prob, temperature))
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
+                # The critics predict the soft values of the next steps.
                 now, after = (e.obs, e.action), (e.next_obs, next_action)
-                q, next_q, towards = self.target.values(critics, trained["critic"], target_critic, now, after)
+                q, next_q, statistics = self.target.values(critics, trained["critic"], target_critic, now, after)
                 target = predicted.target(next_q, backup)
                 critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
 
-                actor = policy.apply(trained["actor"], e.obs)
+                # The actor maximizes the soft values of its actions.
+                actor, critic = policy.apply(trained["actor"], e.obs), self.target.for_actor(params["critic"], target_critic)
                 action, log_prob, mean = actor.sample_for_mean(keys)
-                value = predicted.value(critics.apply(self.target.for_actor(params["critic"], target_critic), e.obs, action))
+                value = predicted.value(critics.apply(critic, e.obs, action))
                 soft, log_prob = mean(soft_value(value, log_prob, temperature)), mean(log_prob)
                 total = critic_loss - soft.mean()
+
                 if self.learn_temperature:
                     entropy = actor.usual_target_entropy() if self.target_entropy is None else self.target_entropy
                     total += temperature_loss(trained["log_temperature"], log_prob, entropy).mean()
@@ -177,13 +180,13 @@ class SAC:
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (experience.errors(predicted.error(q, target)), stats, towards)
+                return total, (windows.errors(predicted.error(q, target)), stats, statistics)
 
             return jax.grad(loss, has_aux=True)(params)
 
         @fragment(role="learner")
         def observe(observations, batch):
-            return observed(observations, batch)
+            return update_statistics(observations, batch)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, ready):
@@ -200,10 +203,10 @@ class SAC:
                 if self.normalize_observations:
                     observations, experience = observe(observations, batch)
                     batch = batch._replace(experience=experience)
-                grads, (td_error, stats, towards) = gradients(learner.params, learner.target_params, batch)
+                grads, (td_error, stats, statistics) = gradients(learner.params, learner.target_params, batch)
                 learning_rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-                target_params = update_target(learner.target_params, towards or params["critic"], ready)
+                target_params = update_target(learner.target_params, statistics or params["critic"], ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
@@ -234,8 +237,8 @@ class SAC:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
-            seen = see(observations, obs)
+            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            seen = normalize_obs(observations, obs)
             critic = critics.init(critic_key, seen)
             params = {
                 "actor": policy.init(actor_key, seen),
@@ -244,11 +247,11 @@ class SAC:
             }
             learner = Learner(params, self.target.initial(critic), optimizer.init(params), observations)
             begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=experience.initial_carry(self.num_envs), env_state=env_state, obs=obs)
+            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = experience.step({"actor": state.params["actor"]}, see(state.observations, obs), carry)
+            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
             return to_env_action(choose(policy.apply(state.params["actor"], seen), key)), carry
 
         return Agent(
@@ -260,6 +263,6 @@ class SAC:
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,
             env=venv,
-            initial_carry=experience.initial_carry,
+            initial_carry=windows.initial_carry,
             data={"data": buffer.data} if buffer.data else {},
         )

@@ -35,7 +35,7 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
+from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -47,14 +47,14 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.loops.steps import check_core, experience_of
+from msrl_jax.loops.windows import check_core, windows_of
 from msrl_jax.losses.predictions import CriticReturns, Expected
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("td3", privileged=True)
+@config("td3", privileged=True, actions=("bounded",))
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 
@@ -109,17 +109,17 @@ class TD3:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
+        action_space = check_bounded(type(self).__name__, env.action_space)
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = seen_space(self, venv.observation_space)
-        experience, predicted = experience_of(self), self.returns.of_critics(self.discount)
-        actor = experience.network("actor", obs_space, lambda seen: make_actor(seen, size, self))
-        critics = experience.network(
+        obs_space = network_space(self, venv.observation_space)
+        windows, predicted = windows_of(self), self.returns.of_critics(self.discount)
+        actor = windows.network("actor", obs_space, lambda seen: make_actor(seen, size, self))
+        critics = windows.network(
             "critic", obs_space,
             lambda seen: make_critics(seen, action_space, self.num_critics, self, predicted.num_outputs),
         )  # fmt: skip
-        buffer = experience.buffer(env)
+        buffer = windows.buffer(env)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(action_space)
 
@@ -140,7 +140,7 @@ class TD3:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = experience.step(params, see(observations, obs), carry)
+            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
             explored = jnp.clip(policy(params["actor"], seen) + deviation * noise(keys), -1.0, 1.0)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space))
             return action, carry, next_carry
@@ -163,7 +163,7 @@ class TD3:
 
         @fragment(role="learner")
         def gradients(params, target_params, batch, actor_moves):
-            batch = experience.steps(batch)
+            batch = windows.steps(batch)
             e = batch.experience
             next_action = policy(target_params["actor"], e.next_obs)
             if not is_constant(self.policy_noise, 0):
@@ -179,7 +179,7 @@ class TD3:
                 return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
-                first = experience.first_critic(params["critic"])
+                first = windows.first_critic(params["critic"])
                 return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
@@ -188,11 +188,11 @@ class TD3:
             (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
             loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
             stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
-            return {"actor": actor_grads, "critic": critic_grads}, (experience.errors(td_error), stats)
+            return {"actor": actor_grads, "critic": critic_grads}, (windows.errors(td_error), stats)
 
         @fragment(role="learner")
         def observe(observations, batch):
-            return observed(observations, batch)
+            return update_statistics(observations, batch)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, due):
@@ -246,16 +246,16 @@ class TD3:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
-            seen = see(observations, obs)
+            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            seen = normalize_obs(observations, obs)
             params = {"actor": actor.init(actor_key, seen), "critic": critics.init(critic_key, seen)}
             learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)
             begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=experience.initial_carry(self.num_envs), env_state=env_state, obs=obs)
+            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = experience.step({"actor": state.params["actor"]}, see(state.observations, obs), carry)
+            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
             return to_env_action(policy(state.params["actor"], seen)), carry
 
         return Agent(
@@ -267,7 +267,7 @@ class TD3:
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,
             env=venv,
-            initial_carry=experience.initial_carry,
+            initial_carry=windows.initial_carry,
             data={"data": buffer.data} if buffer.data else {},
         )
 

@@ -20,7 +20,7 @@ from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.replay import Batch
 from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
-from msrl_jax.loops.steps import SingleSteps
+from msrl_jax.loops.windows import Windows
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.recurrent import RecurrentCore, RecurrentNetwork, recurrent_network
 from msrl_jax.networks.torso import AsymmetricTorso, Torso
@@ -30,11 +30,11 @@ from msrl_jax.replay.buffers import fold
 
 
 class ReplayedCore(RecurrentCore):
-    """A recurrent core that brings the way in which off-policy algorithms replay experience."""
+    """A recurrent core that brings the windows of off-policy algorithms."""
 
-    def experience(self, config: Any) -> "Windows":
-        """Returns the experience of the networks of a config."""
-        return Windows(config)
+    def windows(self, config: Any) -> "CoreWindows":
+        """Returns the windows of a config."""
+        return CoreWindows(config)
 
 
 class History(NamedTuple):
@@ -45,8 +45,8 @@ class History(NamedTuple):
     last: jax.Array | None  # for successors: the steps after the burn-in that precede them, [L, B]
 
 
-class Windows(SingleSteps):
-    """The experience of networks with recurrent cores."""
+class CoreWindows(Windows):
+    """The windows of networks with recurrent cores: sequences of steps."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -88,7 +88,7 @@ class Windows(SingleSteps):
         return Network(lambda key, obs: core.init(key), apply)
 
     def buffer(self, env: Environment) -> ReplayBuffer:
-        """Makes the buffer of windows, which also stores the carries; the networks must be made before."""
+        """Makes the buffer, which also stores the carries; the networks must be made before."""
         carry = jax.eval_shape(lambda: self._zeros(()))
         return sequence_buffer(
             observation_type(env), action_type(env.action_space), self.config, carry, may_be_absent=is_on_host(env)

@@ -22,7 +22,7 @@ class CriticTargets(Alternatives):
     def values(
         self, critics: Network, params: Any, target_params: Any, inputs: tuple[Any, Any], next_inputs: tuple[Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns the values of a batch and of the next steps, and what target parameters move to; None: parameters.
+        """Returns the values of a batch and of the next steps, and the statistics that target parameters follow, if any.
 
         Args:
           critics: the critics.

@@ -1,7 +1,7 @@
-"""How off-policy actor-critics replay experience: step by step, as here; or with the recurrent core of a config, in windows.
+"""The windows of steps that off-policy actor-critics replay: single (n-step) transitions here; a recurrent core brings others.
 
-In the shape descriptions, `B` denotes the number of items in a batch of the buffer, and `N` the number of steps to learn from:
-the same without a core.
+In the shape descriptions, `B` denotes the number of windows in a batch, and `N` the number of steps to learn from: the same
+without a core.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from msrl_jax.networks.network import Network
 from msrl_jax.replay import ReplayBuffer
 
 
-class SingleSteps:
-    """The experience of networks without a recurrent core; `loops.recurrence.Windows` is that of networks with one."""
+class Windows:
+    """The windows of networks without a recurrent core, of one step each; with a core, see `loops.recurrence`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -53,9 +53,9 @@ class SingleSteps:
         return jax.tree.map(lambda x: x[:1], params)
 
 
-def experience_of(config: Any) -> SingleSteps:
-    """Returns how the networks of a config replay experience: a core brings its own way."""
-    return SingleSteps(config) if config.core == "none" else core_of(config).experience(config)
+def windows_of(config: Any) -> Windows:
+    """Returns the windows of a config."""
+    return Windows(config) if config.core == "none" else core_of(config).windows(config)
 
 
 def check_core(config: Any) -> None:
