@@ -8,7 +8,7 @@ In the shape descriptions, `S` denotes the length of a window, `L` is `trace_len
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,14 @@ from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.replay import NStep, ReplayBuffer, Transition
 from msrl_jax.replay.buffers import fold
 
+if TYPE_CHECKING:
+    from msrl_jax.configs.protocols import WindowFields
+
 
 class ReplayedCore(RecurrentCore):
     """A recurrent core that brings the windows of off-policy algorithms."""
 
-    def windows(self, config: Any) -> "CoreWindows":
+    def windows(self, config: "WindowFields") -> "CoreWindows":
         """Returns the windows of a config."""
         return CoreWindows(config)
 
@@ -48,7 +51,7 @@ class History(NamedTuple):
 class CoreWindows(Windows):
     """The windows of networks with recurrent cores: sequences of steps."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: "WindowFields") -> None:
         super().__init__(config)
         self.cores: dict[str, RecurrentNetwork] = {}
 

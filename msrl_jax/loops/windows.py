@@ -5,7 +5,7 @@ without a core.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,12 +17,15 @@ from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network
 from msrl_jax.replay import ReplayBuffer
 
+if TYPE_CHECKING:
+    from msrl_jax.configs.protocols import WindowFields
+
 
 class Windows:
     """The windows of networks without a recurrent core, of one step each; with a core, see `loops.recurrence`."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, config: "WindowFields") -> None:
+        self.config: Any = config  # whose tunable fields are numbers, or traced ones
 
     def network(self, name: str, space: Space, make: Callable[[Any], Network]) -> Network:
         """Makes the network of a part of the parameters with `make`, from what it sees."""
@@ -53,12 +56,12 @@ class Windows:
         return jax.tree.map(lambda x: x[:1], params)
 
 
-def windows_of(config: Any) -> Windows:
+def windows_of(config: "WindowFields") -> Windows:
     """Returns the windows of a config."""
     return Windows(config) if config.core == "none" else core_of(config).windows(config)
 
 
-def check_core(config: Any) -> None:
+def check_core(config: "WindowFields") -> None:
     """Raises ValueError if a config combines a core with a data set or with HER."""
     name = type(config).__name__
     if config.core == "none":

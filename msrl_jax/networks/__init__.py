@@ -2,3 +2,4 @@
 
 from msrl_jax.networks import convolutions as convolutions
 from msrl_jax.networks import discrete_policies as discrete_policies
+from msrl_jax.networks import simba as simba
