@@ -44,7 +44,7 @@ from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.heads import linear_network
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.policies import make_policy
+from msrl_jax.networks.policies import tanh_policy
 from msrl_jax.replay import Transition
 from msrl_jax.report import curves
 
@@ -120,7 +120,7 @@ class ContrastiveRL:
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
         to_env_action = action_transform(action_space)
         spaces = env.observation_space.spaces
-        policy = make_policy(env.observation_space, action_space, self)
+        policy = tanh_policy(env.observation_space, action_space, self)
 
         def encoder(space: Any) -> Network:
             return linear_network("critic", space, self, num_outputs=self.representation_size, scale=1.0)

@@ -151,15 +151,18 @@ def test_algorithms_know_no_distribution_policy():
 
 
 def test_what_objects_bring_is_not_imported_by_algorithms_that_work_without_it():
-    """A core, a custom module and an adaptive learning rate come with the config; networks of images register themselves."""
-    seen, todo = set(), ["msrl_jax.algorithms.ppo"]
-    while todo:
-        name = todo.pop()
-        seen.add(name)
-        todo += {m for target in IMPORTS[name] if (m := resolved(target))} - seen
+    """A core, a custom module, an option and an adaptive learning rate come with the config; others register themselves."""
     brought = {"networks.recurrent", "networks.cores", "networks.custom", "networks.convolutions", "agents.adaptive_rate"}
-    assert not {f"msrl_jax.{name}" for name in brought} & seen and len(seen) > 20
-    assert not {name for name in seen if name.startswith("msrl_jax.registry.")}
+    brought |= {"networks.discrete_policies", "networks.simba", "loops.recurrence", "loops.sequences"}
+    brought |= {f"losses.{option}" for option in ("atoms", "quantiles", "implicit_quantiles", "munchausen", "cross_q")}
+    for algorithm in ("ppo", "dqn", "sac", "td3"):
+        seen, todo = set(), [f"msrl_jax.algorithms.{algorithm}"]
+        while todo:
+            name = todo.pop()
+            seen.add(name)
+            todo += {m for target in IMPORTS[name] if (m := resolved(target))} - seen
+        assert not {f"msrl_jax.{name}" for name in brought} & seen and len(seen) > 20
+        assert not {name for name in seen if name.startswith("msrl_jax.registry.")}
 
 
 def test_only_one_file_reaches_into_jax():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from msrl_jax import algorithms, envs
-from msrl_jax.losses.distributional import quantile_huber_loss
+from msrl_jax.losses.quantiles import quantile_huber_loss
 from msrl_jax.networks.cores import named_core
 from msrl_jax.replay import buffers, sum_tree
 from tests.support.corridor import Corridor

@@ -16,6 +16,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, le
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
+    ALL_ACTIONS,
     Activation,
     CoreKind,
     NetworkKind,
@@ -49,7 +50,7 @@ class A2CState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-@config("a2c", privileged=True)
+@config("a2c", privileged=True, actions=ALL_ACTIONS)
 class A2C:
     """Advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 

@@ -25,7 +25,17 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, le
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.configs.config import Activation, CoreKind, NetworkKind, OptimizerKind, Tunable, config, field, tunable
+from msrl_jax.configs.config import (
+    ALL_ACTIONS,
+    Activation,
+    CoreKind,
+    NetworkKind,
+    OptimizerKind,
+    Tunable,
+    config,
+    field,
+    tunable,
+)
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
@@ -49,7 +59,7 @@ class A3CState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-@config("a3c", privileged=True)
+@config("a3c", privileged=True, actions=ALL_ACTIONS)
 class A3C:
     """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 

@@ -24,7 +24,7 @@ from msrl_jax.configs.config import (
 )
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.spaces import zeros
+from msrl_jax.envs.spaces import is_continuous, zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.offline import (
@@ -36,11 +36,12 @@ from msrl_jax.loops.offline import (
     read_data,
     state_axes,
 )
-from msrl_jax.networks.distributions import check_policy_space, choose, has_scale
-from msrl_jax.networks.policies import log_likelihood, make_policy
+from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.policies import heads_of, log_likelihood
+from msrl_jax.networks.policy_heads import check_policy_space
 
 
-@config("bc", offline=True)
+@config("bc", offline=True, actions=("discrete", "integers", "bounded"))
 class BC:
     """Behavior cloning; for actions that are discrete, integers or bounded floats."""
 
@@ -64,7 +65,8 @@ class BC:
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         space = check_policy_space(env.action_space)
-        policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, self)
+        space = check_bounded(type(self).__name__, space) if is_continuous(space) else space
+        policy = heads_of(space).policy(env.observation_space, space, self)
         source, venv = read_data(env, self), playing_env(env, self)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(venv.action_space)

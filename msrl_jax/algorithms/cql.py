@@ -47,13 +47,13 @@ from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.heads import make_critics
-from msrl_jax.networks.policies import TanhNormal, make_policy
+from msrl_jax.networks.policies import TanhNormal, tanh_policy
 from msrl_jax.networks.q_network import greedy_target, q_network
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep
 
 
-@config("cql", offline=True, privileged=True)
+@config("cql", offline=True, privileged=True, actions=("discrete", "bounded"))
 class CQL:
     """Conservative Q-learning; for actions that are discrete or bounded floats.
 
@@ -105,7 +105,7 @@ class CQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("cql", env.action_space)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         source = read_data(env, self, discount=self.discount)
         venv, to_env_action = playing_env(env, self), action_transform(action_space)
         if isinstance(action_space, Discrete):
@@ -224,7 +224,7 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
 
 def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Networks:
     """Makes SAC with the penalty added to the loss of the critics."""
-    policy = make_policy(env.observation_space, action_space, config)
+    policy = tanh_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
     size, count = math.prod(action_space.shape), config.num_samples
     target_entropy = -float(size) if config.target_entropy is None else config.target_entropy

@@ -26,7 +26,6 @@ from msrl_jax.configs.config import (
     variant,
 )
 from msrl_jax.configs.exploration import Annealed, PerEnv
-from msrl_jax.configs.predictions import C51, IQN, QR, Double, Expected, Greedy, Munchausen
 from msrl_jax.configs.replay_options import Hindsight, Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -49,14 +48,14 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.losses.action_values import action_prediction, munchausen_reward, soft_target
-from msrl_jax.losses.distributional import check_support
-from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, q_network
+from msrl_jax.losses.predictions import ActionReturns, Expected
+from msrl_jax.losses.q_targets import Double, QTarget
+from msrl_jax.networks.q_network import epsilon_greedy, q_network
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep, Transition
 
 
-@config("dqn")
+@config("dqn", actions=("discrete",))
 class DQN:
     """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
 
@@ -87,49 +86,29 @@ class DQN:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    target: Double | Greedy | Munchausen = field(default=Double(), doc="how targets are computed. Usual: double.")
-    returns: Expected | C51 | QR | IQN = field(
-        default=Expected(), doc="what the network predicts of a return. Usual: expected."
-    )
+    target: QTarget = field(default=Double(), doc="how targets are computed. Usual: double.")
+    returns: ActionReturns = field(default=Expected(), doc="what the network predicts of a return. Usual: expected.")
 
     def check(self) -> None:
-        """Raises ValueError if `data` is invalid, atoms have no limits, or M-DQN is combined with `n_step` above 1 or C51."""
+        """Raises ValueError if `data` is invalid, or does not fit the options for targets and returns."""
         check_data(self)
-        check_support(self)
-        name = type(self).__name__
-        if isinstance(self.target, Munchausen) and self.replay.n_step > 1:
-            raise ValueError(
-                f"{name}.target={self.target} adds the log-policy of every step to its reward, but of replay.n_step="
-                f"{self.replay.n_step} steps the buffer keeps the sum of their rewards; use replay.n_step=1"
-            )
-        if isinstance(self.target, Munchausen) and isinstance(self.returns, C51):
-            raise ValueError(
-                f"{name}.target={self.target} averages what actions return, but returns='c51' has probabilities; use "
-                "returns='expected', 'qr' or 'iqn'"
-            )
+        self.returns.check_config(self)
+        self.target.check_config(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete("DQN", env.action_space)
+        action_space = check_discrete(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
-        predicted, soft = action_prediction(self), self.target if isinstance(self.target, Munchausen) else None
-        implicit = self.returns if isinstance(self.returns, IQN) else None
-        torso, outputs = make_torso(venv.observation_space, self), predicted.num_outputs
-        network = q_network(torso, action_space, dueling=self.dueling, num_atoms=outputs, implicit=implicit is not None)
-        num_midpoints = implicit.num_choice_fractions if implicit else 0
-        midpoints = ((jnp.arange(num_midpoints) + 0.5) / num_midpoints,) if implicit else ()
+        predicted = self.returns.of_actions(self.discount)
+        make_network, torso = predicted.network or q_network, make_torso(venv.observation_space, self)
+        network = make_network(torso, action_space, dueling=self.dueling, num_atoms=predicted.num_outputs)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
             """Returns the values `[B, A]` by which actions are chosen, -inf for illegal actions."""
-            return only_legal(predicted.expected(network.apply(params, obs, *midpoints)), obs)
-
-        def random_fractions(key: jax.Array, returns: IQN) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
-            keys, sizes = jax.random.split(key), (returns.num_fractions, returns.num_target_fractions)
-            one, other = (jax.random.uniform(k, (self.batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True))
-            return (one,), (other,)
+            return only_legal(predicted.expected(network.apply(params, obs, *predicted.choice_inputs)), obs)
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -158,28 +137,15 @@ class DQN:
 
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
-            experience: NStep = batch.experience
-            fraction, next_fraction = random_fractions(batch.key, implicit) if implicit else ((), ())
-            next_target = network.apply(target_params, experience.next_obs, *next_fraction)
-            if implicit or not isinstance(self.target, Greedy):
-                chooser = params if isinstance(self.target, Double) else target_params
-                next_value = action_values(chooser, experience.next_obs)
-            else:
-                next_value = only_legal(predicted.expected(next_target), experience.next_obs)
-            reward = experience.reward
-            if soft:
-                next_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_target, soft.temperature)
-                value = action_values(target_params, experience.obs)
-                reward += jax.vmap(munchausen_reward, (0, 0, None, None, None))(
-                    value, experience.action, soft.scale, soft.temperature, soft.clip
-                )
-            else:
-                next_outputs = jax.vmap(greedy_target)(next_value, next_target)
+            e: NStep = batch.experience
+            inputs, next_inputs = predicted.inputs(batch.key, self.batch_size)
+            next_outputs = network.apply(target_params, e.next_obs, *next_inputs)
+            next_outputs, reward = self.target.of(action_values, params, target_params, e, next_outputs)
 
             def loss(params):
-                outputs = network.apply(params, experience.obs, *fraction)
-                taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-                losses, td_error = jax.vmap(predicted.loss)(taken, next_outputs, reward, experience.discount, *fraction)
+                outputs = network.apply(params, e.obs, *inputs)
+                taken = jnp.take_along_axis(outputs, e.action[:, None, None], 1)[:, 0]
+                losses, td_error = jax.vmap(predicted.loss)(taken, next_outputs, reward, e.discount, *inputs)
                 stats = {"value": predicted.expected(taken).mean(), "loss": losses.mean()}
                 return (batch.weight * losses).mean(), (td_error, stats)
 
@@ -237,7 +203,7 @@ class DQN:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs, *midpoints)
+            params = network.init(params_key, obs, *predicted.choice_inputs)
             begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
             return begun._replace(env_state=env_state, obs=obs)
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import vectorize_with_statistics
-from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
+from msrl_jax.configs.config import ALL_ACTIONS, Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
@@ -42,7 +42,7 @@ class ESState(NamedTuple):
     midway: jax.Array  # whether an environment is in the middle of an episode, bool [E]
 
 
-@config("es")
+@config("es", actions=ALL_ACTIONS)
 class ES:
     """Evolution strategies; for any observations, and actions that are discrete, integers or floats. It ignores keys."""
 

@@ -18,6 +18,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, le
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
+    ALL_ACTIONS,
     Activation,
     CoreKind,
     NetworkKind,
@@ -67,7 +68,7 @@ class Batch(NamedTuple):
     carry: Carry = ()  # of the actors, before the trajectory
 
 
-@config("impala", privileged=True)
+@config("impala", privileged=True, actions=ALL_ACTIONS)
 class IMPALA:
     """An actor-critic for stale actors; for any observations, and actions that are discrete, integers or floats.
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
+    ALL_ACTIONS,
     Activation,
     CoreKind,
     NetworkKind,
@@ -34,6 +35,7 @@ from msrl_jax.configs.config import (
     variant,
 )
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
@@ -45,7 +47,7 @@ from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic
-from msrl_jax.networks.distributions import check_policy_space, has_scale
+from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae
 from msrl_jax.returns.means import standardize
@@ -74,7 +76,7 @@ class Batch(NamedTuple):
     valid: jax.Array | None  # which steps count; all if None
 
 
-@config("ippo", many_agents=True)
+@config("ippo", many_agents=True, actions=ALL_ACTIONS)
 class IPPO:
     """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
 
@@ -287,7 +289,7 @@ class IPPO:
             choose_action=choose_action,
             initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
             updates_per_iteration=self.num_epochs * self.num_minibatches,
-            probabilities=None if has_core(self) or has_scale(check_policy_space(venv.action_space)) else probabilities,
+            probabilities=None if has_core(self) or is_continuous(check_policy_space(venv.action_space)) else probabilities,
             env_group=self.num_minibatches if has_core(self) else 1,
             agent_axes=env,
         )

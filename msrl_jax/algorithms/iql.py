@@ -44,8 +44,8 @@ from msrl_jax.loops.offline import (
     state_axes,
 )
 from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.heads import make_critics, make_value, taken_value
-from msrl_jax.networks.policies import log_likelihood, make_policy
+from msrl_jax.networks.heads import make_value
+from msrl_jax.networks.policies import heads_of, log_likelihood
 
 
 @option
@@ -82,7 +82,7 @@ class Binary:
     """The weight of an action is 1 if its advantage is above 0, else 0 (CRR)."""
 
 
-@config("iql", offline=True, privileged=True)
+@config("iql", offline=True, privileged=True, actions=("discrete", "bounded"))
 class IQL:
     """Implicit Q-learning; for actions that are discrete or bounded floats.
 
@@ -118,9 +118,10 @@ class IQL:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("iql", env.action_space)
-        policy = make_policy(env.observation_space, action_space, self)
-        critics = make_critics(env.observation_space, action_space, 2, self)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
+        heads = heads_of(action_space)
+        policy = heads.policy(env.observation_space, action_space, self)
+        critics = heads.critics(env.observation_space, action_space, 2, self)
         valued, weighting = self.critic, self.weighting
         value = make_value(env.observation_space, self) if isinstance(valued, Expectile) else None
         best = jnp.max if isinstance(valued, OfPolicy) and valued.baseline == "max" else jnp.mean
@@ -135,7 +136,7 @@ class IQL:
             played = policy.apply(params["actor"], obs)
             if isinstance(played, Categorical) and over is jnp.mean:
                 return jnp.sum(played.probabilities() * critics.apply(critic, obs).min(0), axis=-1)
-            return over(jax.vmap(lambda keys: taken_value(critics, critic, obs, played.sample(keys)).min(0))(keys), axis=0)
+            return over(jax.vmap(lambda keys: critics.apply(critic, obs, played.sample(keys)).min(0))(keys), axis=0)
 
         @fragment(role="learner")
         def gradients(params, target_critic, e, key):
@@ -143,7 +144,7 @@ class IQL:
             if isinstance(valued, OfPolicy):  # the online critics evaluate the policy, as in AWAC's code
                 (next_keys, keys), judge = jax.random.split(key, (2, valued.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
-            outcome = taken_value(critics, judge, e.obs, e.action).min(0)
+            outcome = critics.apply(judge, e.obs, e.action).min(0)
             advantage = outcome - value_of(params, judge, e.obs, keys, best)
             weight = (
                 (advantage > 0).astype(jnp.float32)
@@ -152,7 +153,7 @@ class IQL:
             )
 
             def loss(trained):
-                q = taken_value(critics, trained["critic"], e.obs, e.action)
+                q = critics.apply(trained["critic"], e.obs, e.action)
                 losses = {"critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()}
                 if value is not None and isinstance(valued, Expectile):
                     error = outcome - value.apply(trained["value"], e.obs)

@@ -63,7 +63,7 @@ from msrl_jax.replay import Transition
 from msrl_jax.returns.means import mean
 
 
-@config("maddpg", many_agents=True)
+@config("maddpg", many_agents=True, actions=("discrete", "bounded"))
 class MADDPG:
     """Actors that see their own observations, critics that see everything; for discrete actions and bounded floats."""
 
@@ -94,7 +94,7 @@ class MADDPG:
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
         """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
-        space, shared = check_discrete_or_bounded("maddpg", venv.action_space), self.share_parameters
+        space, shared = check_discrete_or_bounded(type(self).__name__, venv.action_space), self.share_parameters
         view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
         size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
         identify = shared and num_agents > 1

@@ -15,6 +15,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, lo
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
+    ALL_ACTIONS,
     Activation,
     CoreKind,
     NetworkKind,
@@ -55,7 +56,7 @@ class PPOState(NamedTuple):
     value_size: TargetScale | tuple[()] = ()  # the running size of the critic's targets, if values are normalized
 
 
-@config("ppo", privileged=True)
+@config("ppo", privileged=True, actions=ALL_ACTIONS)
 class PPO:
     """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 

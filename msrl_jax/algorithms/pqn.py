@@ -80,7 +80,7 @@ class Experience(NamedTuple):
         return first_steps(self.terminated | self.truncated)
 
 
-@config("pqn")
+@config("pqn", actions=("discrete",))
 class PQN:
     """Parallelised Q-network; for discrete actions.
 
@@ -114,7 +114,7 @@ class PQN:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        action_space = check_discrete("PQN", env.action_space)
+        action_space = check_discrete(type(self).__name__, env.action_space)
         to_env_action = action_transform(action_space)
         venv = make_vector_env(env, self)
         heads = lambda torso: value_heads(torso, action_space, self, dueling=False)  # noqa: E731

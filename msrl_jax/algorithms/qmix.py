@@ -59,7 +59,7 @@ from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("qmix", many_agents=True)
+@config("qmix", many_agents=True, actions=("discrete",))
 class QMIX:
     """Q-learning of a team whose joint value rises with the value of every agent; rewards are summed, actions discrete.
 

@@ -58,7 +58,7 @@ from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("r2d2")
+@config("r2d2", actions=("discrete",))
 class R2D2:
     """Recurrent deep Q-learning from replayed sequences; for discrete actions.
 
@@ -109,7 +109,7 @@ class R2D2:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        action_space = check_discrete("R2D2", env.action_space)
+        action_space = check_discrete(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)  # noqa: E731
         network = recurrent_network(venv.observation_space, heads, self)

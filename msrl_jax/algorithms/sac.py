@@ -1,10 +1,10 @@
-"""Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
+"""Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905).
 
-In the shape descriptions, `B` is `batch_size` and `C` the number of critics. One update computes all gradients at the same
-parameters, so that devices exchange gradients once. The papers update the critics first.
+One update computes all gradients at the same parameters, so that devices exchange gradients once. The papers update the critics
+first. Discrete actions bring their own policy and critics (1910.07207), and options their own code: a core, distributions of
+returns, and critics without target networks.
 """
 
-import math
 from typing import Any, Literal
 
 import jax
@@ -26,25 +26,14 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.predictions import C51, TQC, Expected
 from msrl_jax.configs.replay_options import Hindsight, Replay
-from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
-from msrl_jax.envs.masks import mask_of
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
-from msrl_jax.loops.recurrence import (
-    check_core,
-    initial_carry,
-    replay_buffer,
-    single_steps,
-    step_cores,
-    window_error,
-    with_core,
-)
+from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -55,18 +44,17 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.losses.critics import prediction_of
-from msrl_jax.losses.distributional import check_support
-from msrl_jax.losses.entropy import expected_soft_value, soft_value, temperature_loss
-from msrl_jax.networks.batch_norm import check_batch_norm, critics_of_batch, initial_statistics
-from msrl_jax.networks.distributions import Categorical, choose
-from msrl_jax.networks.heads import make_critics
-from msrl_jax.networks.policies import make_policy
+from msrl_jax.loops.windows import check_core, windows_of
+from msrl_jax.losses.critic_targets import CriticTargets, TargetNetworks
+from msrl_jax.losses.entropy import soft_value, temperature_loss
+from msrl_jax.losses.predictions import CriticReturns, Expected
+from msrl_jax.networks.distributions import choose
+from msrl_jax.networks.policies import heads_of
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("sac", privileged=True)
+@config("sac", privileged=True, actions=("discrete", "bounded"))
 class SAC:
     """Soft actor-critic; for actions that are discrete or bounded floats.
 
@@ -91,14 +79,14 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    batch_norm: bool = field(default=False, doc="whether critics are normalized, without targets (CrossQ). Usual: False.")
     core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer, for sequences. Usual: "none", "gru".')
     memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "tqc".')
-    returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
+    returns: CriticReturns = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
+    target: CriticTargets = field(default=TargetNetworks(), doc="which critics value next steps. Usual: target_networks.")
     initial_temperature: float = tunable(default=1.0, above=0, once=True, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: TunableOrNone = tunable(
@@ -108,50 +96,26 @@ class SAC:
     )
 
     def check(self) -> None:
-        """Raises ValueError if `data`, the recurrent core, the limits of atoms, or `batch_norm` do not fit the other fields."""
+        """Raises ValueError if `data`, the recurrent core, `returns` or `target` do not fit the other fields."""
         check_data(self)
         check_core(self)
-        check_support(self)
-        check_batch_norm(self)
+        self.returns.check_config(self)
+        self.target.check_config(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_discrete_or_bounded("sac", env.action_space)
-        check_batch_norm(self, action_space)
+        action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = seen_space(self, venv.observation_space)
-        policy = with_core("actor", obs_space, self, lambda seen: make_policy(seen, action_space, self))
-        predicted = prediction_of(self, action_space)
-        size = {"num_outputs": predicted.num_outputs}
-        critics = with_core(
-            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **size)
-        )
-        networks = {"actor": policy, "critic": critics}
-        buffer = replay_buffer(env, self, jax.eval_shape(lambda: initial_carry(networks, ())))
+        obs_space = network_space(self, venv.observation_space)
+        heads, windows, predicted = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
+        policy = windows.network("actor", obs_space, lambda seen: heads.policy(seen, action_space, self))
+        critics = windows.network(
+            "critic", obs_space,
+            lambda seen: heads.critics(seen, action_space, self.num_critics, self, predicted.num_outputs, self.target.torso),
+        )  # fmt: skip
+        buffer = windows.buffer(env)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
         to_env_action = action_transform(action_space)
-
-        def target_entropy(obs):
-            if self.target_entropy is not None:
-                return self.target_entropy
-            if not isinstance(action_space, Discrete):
-                return -float(math.prod(action_space.shape))
-            legal = mask_of(obs)
-            return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
-
-        def consider(distribution, obs, temperature, keys):
-            """Returns the critics' inputs, and a function from values to soft values `[B]` and log-probabilities `[B]`.
-
-            Soft values and log-probabilities are those of sampled actions, or expectations if actions are discrete.
-            """
-            if isinstance(distribution, Categorical):
-
-                def soften(q):
-                    return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
-
-                return (obs,), soften
-            action, log_prob = distribution.sample_and_log_prob(keys)
-            return (obs, action), lambda q: (soft_value(q, log_prob, temperature), log_prob)
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -160,7 +124,7 @@ class SAC:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = step_cores(networks, params, see(observations, obs), carry)
+            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
             explored = policy.apply(params["actor"], seen).sample(keys)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen))
             return action, carry, next_carry
@@ -183,28 +147,32 @@ class SAC:
 
         @fragment(role="learner")
         def gradients(params, target_critic, batch):
-            batch, temperature = single_steps(self, batch), jnp.exp(params["log_temperature"])
+            batch, temperature = windows.steps(batch), jnp.exp(params["log_temperature"])
             e = batch.experience
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
-            next_policy = policy.apply(params["actor"], e.next_obs)
-            next_inputs, soften_next = consider(next_policy, e.next_obs, temperature, next_keys)
+            next_action, next_log_prob, next_mean = policy.apply(params["actor"], e.next_obs).sample_for_mean(next_keys)
 
-            def backup(next_q):
-                return predicted.target(next_q, lambda q: e.reward + e.discount * soften_next(q)[0])
-
-            inputs = e.obs, e.action
-            judge, predict = critics_of_batch(self, critics, params["critic"], target_critic, inputs, next_inputs, backup)
+            def backup(next_q):  # with the entropy of the next action
+                return e.reward + e.discount * next_mean(soft_value(next_q, next_log_prob, temperature))
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
-                q, target, *statistics = predict(trained["critic"])
+                # The critics predict the soft values of the next steps.
+                now, after = (e.obs, e.action), (e.next_obs, next_action)
+                q, next_q, statistics = self.target.values(critics, trained["critic"], target_critic, now, after)
+                target = predicted.target(next_q, backup)
                 critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
-                distribution = policy.apply(trained["actor"], e.obs)
-                new_inputs, soften = consider(distribution, e.obs, temperature, keys)
-                soft, log_prob = soften(predicted.value(critics.apply(judge, *new_inputs)))
+
+                # The actor maximizes the soft values of its actions.
+                actor, critic = policy.apply(trained["actor"], e.obs), self.target.for_actor(params["critic"], target_critic)
+                action, log_prob, mean = actor.sample_for_mean(keys)
+                value = predicted.value(critics.apply(critic, e.obs, action))
+                soft, log_prob = mean(soft_value(value, log_prob, temperature)), mean(log_prob)
                 total = critic_loss - soft.mean()
+
                 if self.learn_temperature:
-                    total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
+                    entropy = actor.usual_target_entropy() if self.target_entropy is None else self.target_entropy
+                    total += temperature_loss(trained["log_temperature"], log_prob, entropy).mean()
                 stats = {
                     "critic_loss": critic_loss,
                     "actor_loss": -soft.mean(),
@@ -212,13 +180,13 @@ class SAC:
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (window_error(self, predicted.error(q, target)), stats, *statistics)
+                return total, (windows.errors(predicted.error(q, target)), stats, statistics)
 
             return jax.grad(loss, has_aux=True)(params)
 
         @fragment(role="learner")
         def observe(observations, batch):
-            return observed(observations, batch)
+            return update_statistics(observations, batch)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, ready):
@@ -235,10 +203,10 @@ class SAC:
                 if self.normalize_observations:
                     observations, experience = observe(observations, batch)
                     batch = batch._replace(experience=experience)
-                grads, (td_error, stats, *towards) = gradients(learner.params, learner.target_params, batch)
+                grads, (td_error, stats, statistics) = gradients(learner.params, learner.target_params, batch)
                 learning_rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-                target_params = update_target(learner.target_params, towards[0] if towards else params["critic"], ready)
+                target_params = update_target(learner.target_params, statistics or params["critic"], ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
@@ -269,22 +237,21 @@ class SAC:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
-            seen = see(observations, obs)
+            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            seen = normalize_obs(observations, obs)
             critic = critics.init(critic_key, seen)
             params = {
                 "actor": policy.init(actor_key, seen),
                 "critic": critic,
                 "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
             }
-            target_params = initial_statistics(critic) if self.batch_norm else critic
-            learner = Learner(params, target_params, optimizer.init(params), observations)
+            learner = Learner(params, self.target.initial(critic), optimizer.init(params), observations)
             begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
+            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = step_cores({"actor": policy}, state.params, see(state.observations, obs), carry)
+            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
             return to_env_action(choose(policy.apply(state.params["actor"], seen), key)), carry
 
         return Agent(
@@ -296,6 +263,6 @@ class SAC:
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,
             env=venv,
-            initial_carry=lambda num_envs: initial_carry(networks, (num_envs,)),
+            initial_carry=windows.initial_carry,
             data={"data": buffer.data} if buffer.data else {},
         )

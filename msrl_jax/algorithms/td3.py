@@ -28,7 +28,6 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.predictions import C51, TQC, Expected
 from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
@@ -36,17 +35,7 @@ from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import no_statistics, observed, see, seen_space
-from msrl_jax.loops.recurrence import (
-    check_core,
-    first_critic,
-    initial_carry,
-    replay_buffer,
-    single_steps,
-    step_cores,
-    window_error,
-    with_core,
-)
+from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
 from msrl_jax.loops.replay import (
     Learner,
     OffPolicyState,
@@ -58,14 +47,14 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.losses.critics import prediction_of
-from msrl_jax.losses.distributional import check_support
+from msrl_jax.loops.windows import check_core, windows_of
+from msrl_jax.losses.predictions import CriticReturns, Expected
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 
 
-@config("td3", privileged=True)
+@config("td3", privileged=True, actions=("bounded",))
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 
@@ -96,7 +85,7 @@ class TD3:
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     num_critics: int = field(default=2, doc='number of critics, `C`. Usual: 2, or 5 with "tqc".')
-    returns: Expected | C51 | TQC = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
+    returns: CriticReturns = field(default=Expected(), doc="what critics predict of a return. Usual: expected.")
     policy_period: int = field(default=2, low=1, high=2**24, doc="critic updates per update of actor and targets. Usual: 2.")
     exploration_noise: Tunable = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     max_exploration_noise: TunableOrNone = tunable(
@@ -111,7 +100,7 @@ class TD3:
         """Raises ValueError if `data`, the core or the limits of atoms do not fit, or `max_exploration_noise` is too small."""
         check_data(self)
         check_core(self)
-        check_support(self)
+        self.returns.check_config(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
             raise ValueError(
@@ -120,18 +109,17 @@ class TD3:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
-        action_space = check_bounded(self.name, env.action_space)  # pyright: ignore[reportAttributeAccessIssue]
+        action_space = check_bounded(type(self).__name__, env.action_space)
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = seen_space(self, venv.observation_space)
-        actor = with_core("actor", obs_space, self, lambda seen: make_actor(seen, size, self))
-        predicted = prediction_of(self, action_space)
-        outputs = {"num_outputs": predicted.num_outputs}
-        critics = with_core(
-            "critic", obs_space, self, lambda seen: make_critics(seen, action_space, self.num_critics, self, **outputs)
-        )
-        networks = {"actor": actor, "critic": critics}
-        buffer = replay_buffer(env, self, jax.eval_shape(lambda: initial_carry(networks, ())))
+        obs_space = network_space(self, venv.observation_space)
+        windows, predicted = windows_of(self), self.returns.of_critics(self.discount)
+        actor = windows.network("actor", obs_space, lambda seen: make_actor(seen, size, self))
+        critics = windows.network(
+            "critic", obs_space,
+            lambda seen: make_critics(seen, action_space, self.num_critics, self, predicted.num_outputs),
+        )  # fmt: skip
+        buffer = windows.buffer(env)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(action_space)
 
@@ -152,7 +140,7 @@ class TD3:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = step_cores(networks, params, see(observations, obs), carry)
+            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
             explored = jnp.clip(policy(params["actor"], seen) + deviation * noise(keys), -1.0, 1.0)
             action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space))
             return action, carry, next_carry
@@ -175,7 +163,7 @@ class TD3:
 
         @fragment(role="learner")
         def gradients(params, target_params, batch, actor_moves):
-            batch = single_steps(self, batch)
+            batch = windows.steps(batch)
             e = batch.experience
             next_action = policy(target_params["actor"], e.next_obs)
             if not is_constant(self.policy_noise, 0):
@@ -191,7 +179,7 @@ class TD3:
                 return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
 
             def actor_loss(actor):
-                first = first_critic(critics, params["critic"])
+                first = windows.first_critic(params["critic"])
                 return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
@@ -200,11 +188,11 @@ class TD3:
             (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
             loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
             stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
-            return {"actor": actor_grads, "critic": critic_grads}, (window_error(self, td_error), stats)
+            return {"actor": actor_grads, "critic": critic_grads}, (windows.errors(td_error), stats)
 
         @fragment(role="learner")
         def observe(observations, batch):
-            return observed(observations, batch)
+            return update_statistics(observations, batch)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, due):
@@ -258,16 +246,16 @@ class TD3:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = no_statistics(self, obs), jax.random.split(params_key)
-            seen = see(observations, obs)
+            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            seen = normalize_obs(observations, obs)
             params = {"actor": actor.init(actor_key, seen), "critic": critics.init(critic_key, seen)}
             learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)
             begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=initial_carry(networks, (self.num_envs,)), env_state=env_state, obs=obs)
+            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = step_cores({"actor": actor}, state.params, see(state.observations, obs), carry)
+            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
             return to_env_action(policy(state.params["actor"], seen)), carry
 
         return Agent(
@@ -279,7 +267,7 @@ class TD3:
             updates_per_iteration=self.num_updates,
             learning_starts=buffer.min_size,
             env=venv,
-            initial_carry=lambda num_envs: initial_carry(networks, (num_envs,)),
+            initial_carry=windows.initial_carry,
             data={"data": buffer.data} if buffer.data else {},
         )
 

@@ -23,7 +23,7 @@ from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.naming import reference
 from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.networks.distributions import check_policy_space
+from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make
 from msrl_jax.registry.table import ALGORITHMS

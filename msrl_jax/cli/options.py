@@ -255,7 +255,7 @@ def arguments_of(function: Any) -> dict[str, str]:
 def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
-    from msrl_jax.configs.fields import choices
+    from msrl_jax.configs.fields import choices, kinds
     from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 
     configs = {name: algorithms.get(name) for name in algos}
@@ -270,15 +270,15 @@ def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bo
     for name, field in first.items():
         if name in taken or not all(name in fields for fields in known.values()):
             continue
-        kinds = dict.fromkeys(part for fields in known.values() for part in parts_of(fields[name].type))
+        types = dict.fromkeys(part for fields in known.values() for part in kinds(fields[name]))
         defaults = {algo: default(algo, name) for algo in configs}
         differ = len(set(map(repr, defaults.values()))) > 1
         head, _, rest = name.rpartition(".")
         having = [kind.option for kind in choices(first[head]) if rest in all_fields(kind)] if head else []
         doc = f"of {' and '.join(having)}: {field.metadata['doc']}" if having else field.metadata["doc"]
         found.append(Option(
-            name, Union[tuple(kinds)], next(iter(defaults.values())), doc,  # noqa: UP007
-            is_tunable=name in tunable, is_swept=is_swept and kinds.keys() != {bool},
+            name, Union[tuple(types)], next(iter(defaults.values())), doc,  # noqa: UP007
+            is_tunable=name in tunable, is_swept=is_swept and types.keys() != {bool},
             defaults=", ".join(f"{x} of {algo}" for algo, x in defaults.items()) if differ else "",
         ))  # fmt: skip
     return found

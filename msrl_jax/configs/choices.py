@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 from msrl_jax.configs.classes import class_of_fields, fields_of
+from msrl_jax.configs.fields import Alternatives as Alternatives
 from msrl_jax.configs.fields import choices, field, is_option, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call

@@ -31,6 +31,8 @@ CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core,
 OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Normalization = Literal["minibatch", "batch", "none"]
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
+Actions = Literal["discrete", "integers", "bounded", "unbounded"]  # the last two are of floats
+ALL_ACTIONS: tuple[Actions, ...] = typing.get_args(Actions)
 
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ def config(
     many_agents: bool | None = False,
     offline: bool = False,
     privileged: bool = False,
+    actions: tuple[Actions, ...] = (),
 ) -> Callable[[type[T]], type[T]]:
     """Makes a class the config of an algorithm, and registers the algorithm.
 
@@ -57,10 +60,11 @@ def config(
       many_agents: whether its environments are `MultiAgentEnvironment`s; None if both kinds are supported.
       offline: whether it is an offline RL algorithm, which takes no environment steps during training.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
+      actions: the kinds of action spaces for which messages of other algorithms recommend it.
 
     Returns:
-      A decorator. The class becomes a pytree and a frozen dataclass with keyword arguments, checked on construction; `name`,
-      `many_agents`, `offline` and `privileged` become its attributes.
+      A decorator. The class becomes a pytree and a frozen dataclass with keyword arguments, checked on construction; the
+      arguments become its attributes.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -70,7 +74,7 @@ def config(
         _check_class(cls, where)
         cls.build = _of_plain_fields(cls.build)
         new = class_of_fields(cls, where, kw_only=True)
-        new.name, new.many_agents, new.offline, new.privileged = name, many_agents, offline, privileged
+        new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
         alike = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
         if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in alike):
@@ -96,7 +100,8 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline, privileged=parent.privileged)(new)
+    told = {fact: getattr(parent, fact) for fact in ("many_agents", "offline", "privileged", "actions")}
+    return config(algorithm, **told)(new)
 
 
 def _check_class(cls: type, where: str) -> None:

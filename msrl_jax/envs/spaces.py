@@ -286,6 +286,11 @@ def is_integers(space: Space) -> TypeGuard[Box]:
     return isinstance(space, Box) and bool(jnp.issubdtype(space.dtype, jnp.integer))
 
 
+def is_continuous(space: Space) -> TypeGuard[Box]:
+    """Whether a space is a `Box` of floats."""
+    return isinstance(space, Box) and not is_integers(space)
+
+
 def num_values(space: Box) -> tuple[int, ...]:
     """The number of values of every component of a `Box` of integers, in row-major order."""
     return tuple(int(high) - int(low) + 1 for low, high in zip(space.low.flat, space.high.flat, strict=True))

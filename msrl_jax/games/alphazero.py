@@ -254,7 +254,7 @@ class AlphaZero:
 def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any]:
     """Makes the search of a config in a game, and its network, a `PolicyAndValue`; raises the same errors as `build`."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
-    action_space = check_discrete(config.name, env.action_space)  # type: ignore[attr-defined]
+    action_space = check_discrete(type(config).__name__, env.action_space)
     check_turns("alphazero", env)
     state, _ = output_shapes(env.reset)
     check_trees(config, action_space.n, tree_bytes(state))

@@ -126,7 +126,7 @@ class MuZero:
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for an environment or game; raises TypeError or ValueError if a space or a size is unsupported."""
-        action_space, num_envs = check_discrete("MuZero", env.action_space), self.num_envs
+        action_space, num_envs = check_discrete(type(self).__name__, env.action_space), self.num_envs
         to_env_action = action_transform(action_space)
         if is_game := envs.has_agents(env):
             venv: Any = vectorize_turns("muzero", env, num_envs)

@@ -17,17 +17,17 @@ from msrl_jax.loops.replay import Batch, select
 from msrl_jax.networks.unrolls import flatten
 
 
-def seen_space(config: Any, space: Space) -> Space:
+def network_space(config: Any, space: Space) -> Space:
     """Returns the space of the observations that networks see; raises ValueError if these cannot be standardized."""
     return normalized_space(space) if config.normalize_observations else space
 
 
-def no_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
+def initial_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
     """Returns the initial statistics for observations `[E, ...]`; `()` if observations are not standardized."""
     return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
 
 
-def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
+def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
     """Standardizes observations `[..., *observation_shape]` for networks; masks do not change."""
     if isinstance(statistics, tuple):
         return obs
@@ -35,9 +35,9 @@ def see(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
     return with_mask_of(obs, running.normalize(statistics_of(plain, statistics), plain))
 
 
-def observed(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
+def update_statistics(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
     """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
     e = batch.experience
     seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
     statistics = select(batch.ready, running.update(statistics, seen), statistics)
-    return statistics, e._replace(obs=see(statistics, e.obs), next_obs=see(statistics, e.next_obs))
+    return statistics, e._replace(obs=normalize_obs(statistics, e.obs), next_obs=normalize_obs(statistics, e.next_obs))

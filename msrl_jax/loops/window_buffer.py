@@ -1,6 +1,6 @@
 """Makes the replay buffer of windows of steps of a config."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,14 @@ from msrl_jax import replay
 from msrl_jax.replay import ReplayBuffer, Transition
 from msrl_jax.replay.buffers import storage_of
 
+if TYPE_CHECKING:
+    from msrl_jax.configs.protocols import ReplayFields
+
 
 def window_buffer(
     obs: Any,
     action: Any,
-    config: Any,
+    config: "ReplayFields",
     batch_size: int,
     shards: int | None,
     carry: Any = (),

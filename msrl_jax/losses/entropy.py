@@ -12,18 +12,6 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
     return q - temperature * log_prob
 
 
-def expected_soft_value(
-    q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the soft value `[...]` of a discrete policy (arXiv 1910.07207, eq. 10), and its expected log-probability."""
-    chex.assert_equal_shape((q, log_probs))
-    chex.assert_rank(temperature, 0)
-    probs = jnp.exp(log_probs)
-    if legal is not None:
-        log_probs = jnp.where(legal, log_probs, 0.0)  # an action of probability 0 adds nothing
-    return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
-
-
 def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
     """Returns the loss that raises the temperature while the entropy is below its target, in nats (1812.05905, eq. 18)."""
     chex.assert_rank(log_temperature, 0)

@@ -12,11 +12,12 @@ from msrl_jax.envs import Space
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import are_privileged, with_privileged_of
-from msrl_jax.envs.spaces import zeros
+from msrl_jax.envs.spaces import is_continuous, zeros
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.networks.core import core_of
-from msrl_jax.networks.distributions import Distribution, check_policy_space, choose, has_scale
+from msrl_jax.networks.distributions import Distribution, choose
 from msrl_jax.networks.policy_and_value import policy_and_value
+from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.torso import make_torsos
 from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
@@ -125,7 +126,7 @@ def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:
         policy: Any = network.act(state.params, obs, ())[0]
         return policy.probabilities()
 
-    is_categorical = not network.initial_carry(()) and not has_scale(check_policy_space(space))
+    is_categorical = not network.initial_carry(()) and not is_continuous(check_policy_space(space))
     return {
         "act": act,
         "initial_carry": lambda num_envs: network.initial_carry((num_envs,)),

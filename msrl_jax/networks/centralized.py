@@ -7,8 +7,10 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.networks.actor_critic import ActorCritic
-from msrl_jax.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.networks.distributions import Distribution
+from msrl_jax.networks.policy_heads import check_policy_space, num_outputs, policy_of
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.torso import Torso
 
@@ -56,7 +58,7 @@ class _Policy(nn.Module):
         """Maps observations to distributions over actions."""
         size = num_outputs(self.action_space)
         outputs = self.torso.head(size, 0.01)(self.torso(obs))
-        log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
+        log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if is_continuous(self.action_space) else None
         return policy_of(self.action_space, outputs, obs, log_scale)
 
 

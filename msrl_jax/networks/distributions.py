@@ -1,4 +1,4 @@
-"""Probability distributions over actions, as small pytrees, and the distribution of a policy for each action space.
+"""Probability distributions over actions, as small pytrees.
 
 A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
 the whole batch. `sample` takes one typed key per element, so that a sample does not depend on the rest of the batch.
@@ -8,14 +8,12 @@ Log-probabilities and entropies are in nats, of densities if actions are continu
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import inverse_cdf_index, only_legal
-from msrl_jax.envs.spaces import is_integers, num_values
+from msrl_jax.envs.masks import inverse_cdf_index
 
 
 @jax.tree_util.register_dataclass
@@ -85,66 +83,7 @@ class Normal:
 
 
 Distribution: TypeAlias = Categorical | Normal
-"""The distributions that `policy_of` makes."""
-
-MAX_VALUES = 1024
-"""The most values of one integer, each of which has a logit."""
-
-
-def check_policy_space(space: Space) -> Discrete | Box:
-    """Returns the space; raises TypeError or ValueError if policies do not support it."""
-    if isinstance(space, Discrete):
-        return space
-    if not isinstance(space, Box) or not (is_integers(space) or jnp.issubdtype(space.dtype, jnp.floating)):
-        raise TypeError(
-            f"no policy for actions in {space}; wrap the environment to take a Discrete space or a Box of floats or of integers"
-        )
-    if is_integers(space):
-        limits = jnp.iinfo(jnp.int32)
-        if (most := max(num_values(space), default=1)) > MAX_VALUES:
-            raise ValueError(
-                f"actions in {space} have an integer of {most:,} values, and a policy has a logit for each, of at most "
-                f"{MAX_VALUES:,}; give its action_space nearer low and high, or wrap the environment to take a Box of floats"
-            )
-        if int(space.low.min()) < limits.min or int(space.high.max()) > limits.max:
-            raise ValueError(f"actions in {space} exceed int32; wrap the environment to take smaller integers")
-    return space
-
-
-def num_outputs(space: Discrete | Box) -> int:
-    """Returns the number of network outputs for `discrete_policy` or for the mean."""
-    if isinstance(space, Discrete):
-        return space.n
-    return sum(num_values(space)) if is_integers(space) else math.prod(space.shape)
-
-
-def has_scale(space: Discrete | Box) -> bool:
-    """Whether the distribution has a scale, that is, whether actions are floats."""
-    return isinstance(space, Box) and not is_integers(space)
-
-
-def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical:
-    """Makes the distribution from logits `[..., D]` of all actions (illegal ones are masked), or of each integer in turn."""
-    if isinstance(space, Discrete):
-        return Categorical(only_legal(outputs, obs))
-    sizes = num_values(space)
-    if len(set(sizes)) == 1:
-        return Categorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]), several=True)
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    padding = [(0, 0)] * (outputs.ndim - 1)
-    logits = [
-        jnp.pad(outputs[..., end - size : end], [*padding, (0, max(sizes) - size)], constant_values=-jnp.inf)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    return Categorical(jnp.stack(logits, axis=-2), several=True)
-
-
-def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
-    """As `discrete_policy`; for a `Box` of floats, a `Normal` with the mean `outputs` and the `log_scale` `[D]`."""
-    if log_scale is None:
-        return discrete_policy(space, outputs, obs)
-    return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
-
+"""The distributions that `policy_heads.policy_of` makes."""
 
 def choose(policy: Distribution, key: jax.Array | None, batch_dims: int = 1) -> jax.Array:
     """Chooses actions for a batch `[E]`, or `[E, A]` for agents: sampled with one key; the most probable if it is None."""

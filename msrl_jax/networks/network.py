@@ -9,4 +9,3 @@ class Network(NamedTuple):
 
     init: Callable[..., Any]  # (key, *inputs) -> params
     apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
-    core: Any = None  # the `RecurrentNetwork` before it, if any

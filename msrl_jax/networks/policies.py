@@ -1,4 +1,4 @@
-"""Stochastic policies of off-policy and offline actor-critics.
+"""Stochastic policies and critics of off-policy and offline actor-critics: for continuous actions here.
 
 In the shape descriptions, `B` denotes the batch size and `N` the length of an action. Continuous actions are in [-1, 1]; only
 the environment uses other units.
@@ -6,16 +6,21 @@ the environment uses other units.
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import Box, Discrete
-from msrl_jax.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.networks.heads import make_actor
+from msrl_jax.envs import Box, Space
+from msrl_jax.envs.spaces import is_continuous
+from msrl_jax.networks.distributions import Normal
+from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.torso import Seen
+
+if TYPE_CHECKING:
+    from msrl_jax.configs.protocols import NetworkFields
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +49,14 @@ class TanhNormal:
         unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
+    def sample_for_mean(self, key: jax.Array) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
+        """Draws as `sample_and_log_prob`; also returns the function that averages over drawn actions: over one, as here."""
+        return *self.sample_and_log_prob(key), lambda x: x
+
+    def usual_target_entropy(self) -> float:
+        """Returns the target of SAC's entropy: minus the length of an action."""
+        return -float(self.base.loc.shape[-1])
+
     def entropy(self) -> jax.Array:
         """Computes differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
         # The trapezoidal rule converges exponentially for smooth functions times a normal density.
@@ -58,11 +71,8 @@ def _log_tanh_slope(x: jax.Array) -> jax.Array:
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
-def make_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Network:
-    """Makes a stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
-    if not has_scale(action_space):
-        logits = make_actor(seen, num_outputs(action_space), config)
-        return Network(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
+def tanh_policy(seen: Seen, action_space: Box, config: "NetworkFields") -> Network:
+    """Makes a stochastic policy: `(params, obs) -> TanhNormal`, whose scale depends on `obs`."""
     network = make_actor(seen, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:
@@ -72,6 +82,22 @@ def make_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Networ
     return Network(network.init, apply)
 
 
-def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
+class ActionHeads(NamedTuple):
+    """How to make the networks of an actor-critic for one kind of actions."""
+
+    policy: Callable[..., Network]  # (seen, action_space, config) -> network of a distribution over actions
+    critics: Callable[..., Network]  # as `make_critics`
+
+
+HEADS: dict[Literal["continuous", "discrete"], ActionHeads] = {"continuous": ActionHeads(tanh_policy, make_critics)}
+"""The networks by kind of actions; `networks/discrete_policies.py` adds those of discrete ones."""
+
+
+def heads_of(action_space: Space) -> ActionHeads:
+    """Returns how to make networks for an action space."""
+    return HEADS["continuous" if is_continuous(action_space) else "discrete"]
+
+
+def log_likelihood(policy: Any, action: jax.Array) -> jax.Array:
     """Returns log-likelihoods `[B]` of a data set's actions; clips floats, because the density is useless at bounds."""
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)

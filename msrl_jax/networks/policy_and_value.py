@@ -10,13 +10,9 @@ from flax import linen as nn
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation
-from msrl_jax.networks.distributions import (
-    Distribution,
-    check_policy_space,
-    has_scale,
-    num_outputs,
-    policy_of,
-)
+from msrl_jax.envs.spaces import is_continuous
+from msrl_jax.networks.distributions import Distribution
+from msrl_jax.networks.policy_heads import check_policy_space, num_outputs, policy_of
 from msrl_jax.networks.torso import AsymmetricTorso, Torso
 
 
@@ -32,7 +28,7 @@ class _Module(nn.Module):
         size = num_outputs(self.action_space)
         self.actor_head = self.actor_torso.head(size, 0.01)
         self.critic_head = (self.critic_torso or self.actor_torso).head(1, 1.0)
-        self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
+        self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if is_continuous(self.action_space) else None
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`.

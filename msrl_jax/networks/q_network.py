@@ -1,6 +1,5 @@
 """Networks for action values or return distributions, and the choice of targets and actions."""
 
-import math
 from typing import Any
 
 import chex
@@ -11,12 +10,12 @@ from flax import linen as nn
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import Counter, at_least
-from msrl_jax.networks.layers import ACTIVATIONS, dense, hidden
+from msrl_jax.networks.layers import ACTIVATIONS, hidden
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.torso import Torso
 
 
-class _Values(nn.Module):
+class ActionValues(nn.Module):
     """The network of `q_network`."""
 
     torso: Torso
@@ -26,15 +25,12 @@ class _Values(nn.Module):
     dueling: bool
 
     @nn.compact
-    def __call__(self, obs: jax.Array, fraction: jax.Array | None = None) -> jax.Array:
-        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`, at fractions `[..., N]` if given."""
-        features = self.torso(obs)
-        if fraction is None:
-            return self._outputs(features)
-        features = features[..., None, :] * self._embedding(fraction, features.shape[-1])
-        return jnp.swapaxes(self._outputs(features)[..., 0], -1, -2)
+    def __call__(self, obs: jax.Array, *inputs: jax.Array) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`; subclasses may take more inputs."""
+        return self.outputs(self.torso(obs))
 
-    def _outputs(self, features: jax.Array) -> jax.Array:
+    def outputs(self, features: jax.Array) -> jax.Array:
+        """Maps features `[..., F]` to outputs `[..., A, N]`."""
         if (size := self.stream_size) is None:
             return self._head("head", features, self.num_actions)
         activation, layer_norm = ACTIVATIONS[self.torso.activation], self.torso.layer_norm
@@ -45,30 +41,24 @@ class _Values(nn.Module):
         advantage = self._head("advantage_head", stream("advantage_stream"), self.num_actions)
         return value + advantage - advantage.mean(-2, keepdims=True)
 
-    def _embedding(self, fraction: jax.Array, size: int) -> jax.Array:
-        """Computes features `[..., N, size]` of fractions `[..., N]`: a layer on 64 cosines (arXiv 1806.06923, eq. 4)."""
-        cosines = jnp.cos(jnp.pi * jnp.arange(64, dtype=jnp.float32) * fraction[..., None])
-        return nn.relu(dense(size, math.sqrt(2), "embedding")(cosines))
-
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
         outputs = self.torso.head(num_actions * self.num_atoms, 0.01, name)(features)
         return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
 
 
-def q_network(
-    torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1, implicit: bool = False
-) -> Network:
-    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9).
-
-    An `implicit` network also takes fractions `[..., N]`. It multiplies their features by those of the observation before the
-    last hidden layer; its outputs are the quantiles at these fractions (arXiv 1806.06923).
-    """
+def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1) -> Network:
+    """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9)."""
     torso = torso.of("critic")
-    if (dueling or implicit) and torso.is_whole:
-        raise ValueError("network=CustomNetworks(...) has no place for streams or fractions; give a module of features")
-    *first, last = torso.hidden_sizes if dueling or implicit else (*torso.hidden_sizes, None)
-    module = _Values(torso.clone(hidden_sizes=tuple(first)), action_space.n, num_atoms, last, dueling)
+    torso, size = split_torso(torso) if dueling else (torso.clone(), None)
+    module = ActionValues(torso, action_space.n, num_atoms, size, dueling)
     return Network(module.init, module.apply)
+
+
+def split_torso(torso: Torso) -> tuple[Torso, int]:
+    """Splits off the last hidden layer, for streams: returns the torso before it, and its width."""
+    if torso.is_whole:
+        raise ValueError("network=CustomNetworks(...) has no place for streams or fractions; give a module of features")
+    return torso.clone(hidden_sizes=torso.hidden_sizes[:-1]), torso.hidden_sizes[-1]
 
 
 def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: bool) -> Network:

@@ -1,8 +1,7 @@
 """Torsos: the networks of a config up to the output layers, which the algorithms add."""
 
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,9 @@ from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.networks.layers import ACTIVATIONS, Activate, dense, hidden
 
+if TYPE_CHECKING:
+    from msrl_jax.configs.protocols import NetworkFields
+
 Part = Literal["actor", "critic", "value"]
 Encoder = Callable[[Space, Any, Activate], jax.Array]
 """Maps observations `[..., *observation_shape]` of a space to features `[..., F]`, with layers of the calling module."""
@@ -22,13 +24,8 @@ IMAGE_ENCODERS: dict[str, Encoder] = {}
 """The networks of images by name; `networks/convolutions.py` adds its own."""
 
 
-def _residual(x: jax.Array, activation: Activate, sizes: tuple[int, ...]) -> jax.Array:
-    """SimBa: a residual block for each of the equal sizes, and a final LayerNorm (Lee et al., 2024, arXiv 2410.09754)."""
-    if sizes:
-        x = dense(sizes[0], 1.0)(x)
-    for size in sizes:
-        x += dense(size, math.sqrt(2))(activation(dense(4 * size, math.sqrt(2))(nn.LayerNorm()(x))))
-    return nn.LayerNorm()(x)
+BLOCKS: dict[str, Callable[[jax.Array, Activate, tuple[int, ...]], jax.Array]] = {}
+"""What comes instead of dense layers, by name; `networks/simba.py` adds its own."""
 
 
 class Torso(nn.Module):
@@ -41,7 +38,7 @@ class Torso(nn.Module):
     layer_norm: bool = False  # whether a LayerNorm comes between a dense layer and its activation
     # its inputs from a `PrivilegedObservation`; "both": the privileged state, with the observation passed as an action
     input_part: Literal["obs", "privileged_state", "both"] = "obs"
-    batch_norm: bool = False  # whether to normalize the dense layers' inputs and outputs
+    normalize: Activate = lambda x: x  # of the input of the first dense layer, and of the output of each
 
     is_whole = False
     """Whether its outputs are those of a head already."""
@@ -87,19 +84,12 @@ class Torso(nn.Module):
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
         activation = ACTIVATIONS[self.activation]
-        if self.kind == "simba":
-            return _residual(x, activation, self.hidden_sizes)
-        x = self._normalized(x)
+        if self.kind in BLOCKS:
+            return BLOCKS[self.kind](x, activation, self.hidden_sizes)
+        x = self.normalize(x)
         for size in self.hidden_sizes:
-            x = self._normalized(hidden(x, size, activation, self.layer_norm))
+            x = self.normalize(hidden(x, size, activation, self.layer_norm))
         return x
-
-    def _normalized(self, x: jax.Array) -> jax.Array:
-        """Normalizes by the batch's statistics if the caller makes `batch_stats` mutable, else by the given statistics."""
-        if not self.batch_norm:
-            return x
-        given = not self.is_mutable_collection("batch_stats")
-        return nn.BatchNorm(given, momentum=0.0, epsilon=1e-3, use_fast_variance=False)(x)
 
 
 class AsymmetricTorso(NamedTuple):
@@ -117,7 +107,7 @@ Seen = Space | Torso | AsymmetricTorso
 """The input of a network: a space of observations, or torsos that are already made."""
 
 
-def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:
+def make_torsos(seen: Seen, config: "NetworkFields") -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
     if isinstance(seen, Torso | AsymmetricTorso):
         return seen
@@ -127,7 +117,7 @@ def make_torsos(seen: Seen, config: Any) -> Torso | AsymmetricTorso:
     return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
-def make_torso(observation_space: Space, config: Any) -> Torso:
+def make_torso(observation_space: Space, config: "NetworkFields") -> Torso:
     """Makes the torso of a config.
 
     Raises:

@@ -34,7 +34,7 @@ from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.networks.heads import make_critics, taken_value
+from msrl_jax.networks.policies import heads_of
 from msrl_jax.run.result import Result
 
 _UPDATES = 100  # maximum number of updates per iteration
@@ -194,7 +194,7 @@ def fitted_q(
     drawn = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
     order, counts = _rows_of(episodes, drawn)
 
-    critics = make_critics(env.observation_space, space, 1, settings)
+    critics = heads_of(space).critics(env.observation_space, space, 1, settings)
     optimizer = optax.adam(settings.learning_rate)
     updates = math.gcd(settings.num_updates, max(settings.num_updates // 10, 1), _UPDATES)
 
@@ -210,10 +210,10 @@ def fitted_q(
         def update(carry, chosen):
             params, target_params, opt_state = carry
             batch: Rows = jax.tree.map(lambda x: x[chosen], rows)
-            target = batch.reward + batch.discount * taken_value(critics, target_params, batch.next_obs, batch.next_action)[0]
+            target = batch.reward + batch.discount * critics.apply(target_params, batch.next_obs, batch.next_action)[0]
 
             def loss(params):
-                return optax.l2_loss(taken_value(critics, params, batch.obs, batch.action)[0], target).mean()
+                return optax.l2_loss(critics.apply(params, batch.obs, batch.action)[0], target).mean()
 
             error, grads = jax.value_and_grad(loss)(params)
             changes, opt_state = optimizer.update(grads, opt_state, params)
@@ -243,7 +243,7 @@ def fitted_q(
     axes = logical_axes(Fits, **dict.fromkeys(Fits._fields, P("env")) | {"rows": P()})
     state = Fits(*begun, order=order, counts=counts, rows=rows)
     program = compile(iteration, state, policy=policies.get(policy), devices=devices, axes=axes)
-    first_value = jax.jit(jax.vmap(lambda params, *first: taken_value(critics, params, *first)[0], (0, None, None)))
+    first_value = jax.jit(jax.vmap(lambda params, *first: critics.apply(params, *first)[0], (0, None, None)))
 
     def estimates(state: Fits) -> np.ndarray:
         found = np.asarray(first_value(jax.device_get(state.target_params), firsts, first_actions), np.float64) * scale

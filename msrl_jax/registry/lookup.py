@@ -17,9 +17,6 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.table import ALGORITHMS, check_name
 
-_WITH_CORE = {"dqn": "r2d2", "apex_dqn": "r2d2"}
-"""Algorithms whose form with a recurrent core is another algorithm."""
-
 
 def names() -> list[str]:
     """Returns the names of all algorithms."""
@@ -83,9 +80,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
     kind, known = type(base), list(all_fields(type(base)))
     for name in overrides:
         if name not in known:
-            near = suggestion(name, known)
-            if name == "core" and (with_core := _WITH_CORE.get(kind.name)):
-                near = f": {kind.name} with a core is {with_core}"
+            near = suggestion(name, known) or _having(name, base)
             raise ValueError(f"{kind.__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
     new = with_values(base, overrides)
     resolve.check(new)
@@ -99,6 +94,13 @@ def as_config(algorithm: Any) -> Any:
         get(type(algorithm))
         return algorithm
     return get(algorithm)()
+
+
+def _having(name: str, config: Any) -> str:
+    """Lists the algorithms for the same actions that have a field, for a message about one that has not."""
+    alike = [c for c in ALGORITHMS.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
+    having = sorted(c.name for c in alike if name in all_fields(c))  # type: ignore[attr-defined]
+    return f"; {', '.join(having)} have it" if having and config.actions else ""
 
 
 def check_env(config: Any, env: Any) -> None:

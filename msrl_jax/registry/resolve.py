@@ -30,9 +30,9 @@ from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.loops.recurrence import ReplayedCore
 from msrl_jax.networks.cores import as_core, core_remedy, named_core
 from msrl_jax.networks.modules import as_network, is_name
-from msrl_jax.networks.recurrent import RecurrentCore
 from msrl_jax.registry.table import ALGORITHMS
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
@@ -68,7 +68,7 @@ def objects(config: Any) -> Any:
     if not is_name(network := getattr(config, "network", "auto")):
         own["network"] = as_network(network)
     if (core := getattr(config, "core", "none")) != "none":
-        own["core"] = RecurrentCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
+        own["core"] = ReplayedCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
         own["optimizer"] = _own_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):

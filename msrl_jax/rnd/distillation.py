@@ -110,7 +110,7 @@ def random_network_distillation(
     space, prepare, networks = _networks(venv.observation_space, config)
     example = spaces.zeros(space)
     share = min(1.0, NUM_TAUGHT / config.num_envs)
-    plan = SimpleNamespace(
+    plan: Any = SimpleNamespace(
         unroll_length=config.unroll_length,
         num_epochs=getattr(config, "num_epochs", 1),
         num_minibatches=math.gcd(config.unroll_length, getattr(config, "num_minibatches", 1)),
@@ -203,7 +203,7 @@ def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[
     """
     kind = config.network if isinstance(config.network, str) else "auto"
     sizes, size = config.hidden_sizes, config.hidden_sizes[-1]
-    plain = SimpleNamespace(network=kind, hidden_sizes=sizes, activation=config.activation, layer_norm=config.layer_norm)
+    plain: Any = SimpleNamespace(network=kind, hidden_sizes=sizes, activation=config.activation, layer_norm=config.layer_norm)
     torso, prepare = make_torso(space, plain), lambda obs: unmasked(obs).astype(jnp.float32)
     if not torso.is_batched:
         seen, prepare = spaces.flat_space(space), lambda obs: spaces.flatten(space, unmasked(obs))

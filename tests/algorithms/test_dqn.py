@@ -240,8 +240,11 @@ def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options,
 def test_continuous_actions_are_refused_with_a_remedy():
     with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.* use .*ppo") as error:
         DQN().build(envs.make("Pendulum-v1"))
-    for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
-        algorithms.get(name)
+    one, several = re.findall(r"use (.*) \(of several agents: (.*)\)$", str(error.value))[0]
+    for name in [*one.split(", "), *several.split(", ")]:
+        assert "bounded" in algorithms.get(name).actions
+    with pytest.raises(ValueError, match=r"ApexDQN has no field 'core'; pqn, r2d2 have it"):
+        algorithms.make("apex_dqn", {"core": "gru"})
 
 
 @pytest.fixture(scope="module")

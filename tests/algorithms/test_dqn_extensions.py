@@ -7,8 +7,8 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import DQN, IQN, ApexDQN, Munchausen
-from msrl_jax.losses.action_values import munchausen_reward, soft_target
-from msrl_jax.losses.distributional import quantile_huber_loss
+from msrl_jax.losses.munchausen import munchausen_reward, soft_target
+from msrl_jax.losses.quantiles import quantile_huber_loss
 from tests.support import off_policy as reference
 from tests.support.maze import Maze
 from tests.support.off_policy import B, plain_q, wide

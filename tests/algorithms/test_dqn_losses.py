@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.losses.distributional import categorical_loss, categorical_projection, quantile_huber_loss
+from msrl_jax.losses.atoms import categorical_loss, categorical_projection
+from msrl_jax.losses.quantiles import quantile_huber_loss
 from msrl_jax.networks.q_network import greedy_target
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
 

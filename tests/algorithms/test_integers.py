@@ -215,5 +215,5 @@ def test_random_integers_are_uniform_and_one_is_the_choice():
 
 @pytest.mark.parametrize("algo", ["qmix", "vdn", "maddpg"])
 def test_values_of_several_agents_refuse_integers(algo):
-    with pytest.raises(TypeError, match=r"for integers use .*of several agents, ippo or mappo"):
+    with pytest.raises(TypeError, match=r"for integers use .*of several agents: ippo, mappo"):
         msrl.algorithms.get(algo)().build(OneInteger(Homes()))

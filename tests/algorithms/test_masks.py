@@ -10,7 +10,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.losses.entropy import expected_soft_value
+from msrl_jax.losses.entropy import soft_value
+from msrl_jax.networks.discrete_policies import AllActions
 from msrl_jax.networks.q_network import greedy_target
 from msrl_jax.nonfinite.failure import Failure
 from msrl_jax.nonfinite.origin import find_origin
@@ -228,7 +229,9 @@ def test_losses_with_illegal_actions_have_finite_gradients():
     q = jnp.float32([[1, 9, 3], [1, 2, 9], [5, 6, 7]])
 
     def value(logits):
-        return expected_soft_value(q, jax.nn.log_softmax(only_legal(logits, obs)), jnp.float32(0.5), obs.action_mask)[0]
+        policy = AllActions(only_legal(logits, obs), legal=obs.action_mask)
+        _, log_prob, mean = policy.sample_for_mean(jax.random.split(jax.random.key(0), 3))
+        return mean(soft_value(q, log_prob, jnp.float32(0.5)))
 
     found, slope = value(jnp.zeros((3, 3))), jax.grad(lambda logits: value(logits).sum())(jnp.zeros((3, 3)))
     np.testing.assert_allclose(found[:2], [2 + 0.5 * np.log(2), 2], rtol=1e-6)

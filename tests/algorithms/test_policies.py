@@ -57,7 +57,7 @@ CASES = [
     ("td3", "Pendulum-v1"),
     ("td3+c51", "Pendulum-v1"),
     ("ddpg", "Pendulum-v1"),
-    ("sac+batch_norm", "Pendulum-v1"),
+    ("sac+cross_q", "Pendulum-v1"),
     ("sac+gru", "Pendulum-v1"),
     ("sac+gru", "CartPole-v1"),
     ("sac+goals", "PointMaze"),

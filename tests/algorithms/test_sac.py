@@ -158,7 +158,7 @@ class Unbounded(RandomWalk):
 
 
 def test_bad_input_is_refused_with_a_remedy():
-    with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
+    with pytest.raises(ValueError, match=r"SAC needs finite bounds .* give its action_space finite low and high, or use .*ppo"):
         SAC().build(Unbounded(True))
     with pytest.raises(ValueError, match=r"learning_starts=10: a batch of 256"):
         SAC(replay=Replay(learning_starts=10)).build(RandomWalk(True))

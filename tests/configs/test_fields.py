@@ -10,7 +10,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
-from msrl_jax.configs.choices import option, text
+from msrl_jax.configs.choices import Alternatives, option, text
+from msrl_jax.configs.fields import field, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.fragments.support.text_values import Call, read_call
@@ -195,3 +196,29 @@ def test_whole_numbers_may_be_written_as_fractions():
     assert (config.replay.capacity, config.num_envs) == (100_000, 8) and type(config.replay.capacity) is int
     with pytest.raises(ValueError, match=r"DQN\.num_envs=8\.5: use an integer of at least 1"):
         make("dqn", {"num_envs": 8.5})
+
+
+def test_alternatives_are_options_of_a_base_class_wherever_they_are_declared():
+    class Shape(Alternatives):
+        """A shape."""
+
+    @option
+    class Round(Shape):
+        """Round."""
+
+    @option
+    class Sheet:
+        """A sheet."""
+
+        shape: Shape = field(default=Round(), doc="a shape. Usual: round.")
+
+    @option
+    class Oblong(Shape):
+        """Declared later."""
+
+        side: float = tunable(default=1.0, above=0, doc="length of a side. Usual: 1.")
+
+    sheet = Sheet("oblong:2.0")
+    assert sheet.shape == Oblong(2.0) and jax.tree.leaves(sheet) == [2.0] and tunable_fields(Sheet) == ("shape.side",)
+    with pytest.raises(ValueError, match=r"Sheet.shape='oblon': use one of round, oblong \(did you mean 'oblong'\?\)"):
+        Sheet("oblon")

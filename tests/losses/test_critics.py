@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms import DDPG, SAC, TD3, make
-from msrl_jax.losses.critics import categorical, expectations, truncated_quantiles
+from msrl_jax.algorithms import C51, DDPG, SAC, TD3, TQC, Expected, make
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection, plain_quantile_loss
 
 C, B = 3, 4
@@ -24,7 +23,7 @@ def examples():
 @pytest.mark.parametrize("dropped", [0, 2])
 def test_quantile_targets_are_the_pooled_ones_without_the_largest(examples, dropped):
     outputs, reward, discount, bonus, backup = examples
-    got = truncated_quantiles(N, dropped).target(jnp.asarray(outputs), backup)
+    got = TQC(N, dropped).of_critics(1).target(jnp.asarray(outputs), backup)
     assert got.shape == (B, C * (N - dropped))
     for b in range(B):
         pooled = np.sort(np.concatenate([outputs[c, b] for c in range(C)]).astype(np.float64))
@@ -34,7 +33,7 @@ def test_quantile_targets_are_the_pooled_ones_without_the_largest(examples, drop
 
 def test_quantile_losses_are_those_of_each_critic(examples):
     outputs, *_, backup = examples
-    predicted = truncated_quantiles(N, 2)
+    predicted = TQC(N, 2).of_critics(1)
     target = predicted.target(jnp.asarray(outputs), backup)
     want = [[plain_quantile_loss(outputs[c, b], np.asarray(target[b]), 1.0) for b in range(B)] for c in range(C)]
     np.testing.assert_allclose(predicted.loss(outputs, target), want, rtol=1e-4)
@@ -44,7 +43,7 @@ def test_quantile_losses_are_those_of_each_critic(examples):
 
 def test_categorical_targets_project_the_critic_with_the_lowest_mean(examples):
     outputs, reward, discount, bonus, backup = examples
-    got = categorical(N, V_MIN, V_MAX).target(jnp.asarray(outputs), backup)
+    got = C51(V_MIN, V_MAX, N).of_critics(1).target(jnp.asarray(outputs), backup)
     masses = np.exp(outputs.astype(np.float64))
     masses /= masses.sum(-1, keepdims=True)
     means = masses @ np.linspace(V_MIN, V_MAX, N)
@@ -52,13 +51,13 @@ def test_categorical_targets_project_the_critic_with_the_lowest_mean(examples):
     for b, c in enumerate(means.argmin(0)):
         want = plain_projection(masses[c, b], reward[b] + discount[b] * bonus[b], discount[b])
         np.testing.assert_allclose(got[b], want, atol=1e-6)
-    value = categorical(N, V_MIN, V_MAX).value(outputs)
+    value = C51(V_MIN, V_MAX, N).of_critics(1).value(outputs)
     np.testing.assert_allclose(value, means.min(0), rtol=1e-5, atol=1e-6)
 
 
 def test_categorical_losses_are_cross_entropies_up_to_the_targets_entropy(examples):
     outputs, *_, backup = examples
-    predicted = categorical(N, V_MIN, V_MAX)
+    predicted = C51(V_MIN, V_MAX, N).of_critics(1)
     target = np.asarray(predicted.target(jnp.asarray(outputs), backup), np.float64)
     log_masses = outputs - np.log(np.exp(outputs.astype(np.float64)).sum(-1, keepdims=True))
     known = np.where(target > 0, target * np.log(np.maximum(target, 1e-300)), 0).sum(-1)
@@ -67,7 +66,7 @@ def test_categorical_losses_are_cross_entropies_up_to_the_targets_entropy(exampl
 
 def test_of_expected_returns_the_lowest_counts(examples):
     q, *_, backup = examples
-    np.testing.assert_array_equal(expectations().target(q[..., 0], backup), backup(q[..., 0].min(0)))
+    np.testing.assert_array_equal(Expected().of_critics(1).target(q[..., 0], backup), backup(q[..., 0].min(0)))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ PARTICULAR = {
 CRITICS = {
     "sac+qr": {"returns": "tqc:5,1", "num_critics": 3, "normalize_observations": True},
     "td3+c51": {"returns": "c51:-50.0,0.0,11", "max_exploration_noise": 0.4},
-    "sac+batch_norm": {"batch_norm": True, "tau": 0.01},
+    "sac+cross_q": {"target": "cross_q", "tau": 0.01},
 }
 for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options

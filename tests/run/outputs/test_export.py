@@ -35,7 +35,7 @@ SLOW = [
     ("dqn+iqn", "CartPole-v1"), ("dqn", "Catch-bsuite"), ("ppo", "Breakout-MinAtar"),
     ("apex_dqn", "CartPole-v1"), ("muzero", "CartPole-v1"), ("sac", "Pendulum-v1"),
     ("sac", "CartPole-v1"), ("td3", "Pendulum-v1"), ("td3+c51", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
-    ("sac+batch_norm", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
+    ("sac+cross_q", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
     ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1"), ("iql", "CartPole-v1"), ("ppo+linen", "CartPole-v1"),
     ("dqn+equinox", "CartPole-v1"), ("sac+nnx", "Pendulum-v1"), ("ippo", TEAM), ("mappo", TEAM), ("mappo+gru", TEAM),
     ("qmix", TEAM), ("vdn", TEAM), ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),

@@ -1,4 +1,4 @@
-"""Batch normalization of critics: updates against implementations written out here, and what is refused."""
+"""CrossQ, batch normalization of critics: updates against implementations written out here, and what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def moved(old, new, share=0.01):
 def test_updates_of_sac_equal_an_independent_implementation():
     env = RandomWalk(True)
     options = {"max_grad_norm": 0.7, "replay.n_step": 2, "initial_temperature": 0.3, "learn_temperature": False, "tau": 0.01}
-    agent, config = build("sac", env, num_updates=1, batch_norm=True, **options)
+    agent, config = build("sac", env, num_updates=1, target="cross_q", **options)
     iterate, state, updates = counting(agent), jax.jit(agent.init)(jax.random.key(0)), 0
     for layer in state.target_params["torso"].values():
         np.testing.assert_array_equal(layer["mean"], np.zeros_like(layer["mean"]))
@@ -121,7 +121,7 @@ def compare_update_of_sac(env, config, state, after, metrics):
 )  # fmt: skip
 def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options):
     # The critics see more than the actor, which is not normalized.
-    agent = counted(algorithms.make(algorithms.SAC, {"batch_norm": True, "hidden_sizes": (16, 8)} | options).build(pendulum()))
+    agent = counted(algorithms.make(algorithms.SAC, {"target": "cross_q", "hidden_sizes": (16, 8)} | options).build(pendulum()))
     state = jax.eval_shape(agent.init, jax.random.key(0))
     inputs = 8 + 1 if "network" in options else 3 + 1
     shapes = {name: layer["mean"].shape for name, layer in state.inner.target_params["torso"].items()}
@@ -133,7 +133,7 @@ def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options
 @pytest.mark.parametrize(
     ("options", "env", "message"),
     [
-        ({"core": "gru"}, RandomWalk(True), r"SAC\.batch_norm .* core='gru' learns from windows of steps; use core='none'"),
+        ({"core": "gru"}, RandomWalk(True), r"SAC\.target='cross_q' normalizes .* core='gru' learns from windows of steps"),
         ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network='simba' has other layers; use 'mlp'"),
         ({"network": as_network(CustomNetworks(Head(4), Head(1)))}, RandomWalk(True), r"network=Custom.* has other layers"),
         ({}, RandomWalk(False), r"those of discrete actions see none; use layer_norm=True"),
@@ -142,4 +142,4 @@ def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options
 )
 def test_what_cannot_be_normalized_is_refused(options, env, message):
     with pytest.raises(ValueError, match=message):
-        algorithms.make(algorithms.SAC, {"batch_norm": True} | options).build(env)
+        algorithms.make(algorithms.SAC, {"target": "cross_q"} | options).build(env)

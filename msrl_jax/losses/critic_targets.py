@@ -1,0 +1,44 @@
+"""Which critics value the next steps: target networks here."""
+
+from typing import Any
+
+from msrl_jax.configs.choices import Alternatives, option
+from msrl_jax.envs import Space
+from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import Torso
+
+
+class CriticTargets(Alternatives):
+    """The options for which critics value the next steps; without changes to it, target networks."""
+
+    def torso(self, torso: Torso, action_space: Space) -> Torso:
+        """Returns the torso of the critics."""
+        return torso
+
+    def initial(self, params: Any) -> Any:
+        """Returns the target parameters at the start."""
+        return params
+
+    def values(
+        self, critics: Network, params: Any, target_params: Any, inputs: tuple[Any, Any], next_inputs: tuple[Any, Any]
+    ) -> tuple[Any, Any, Any]:
+        """Returns the values of a batch and of the next steps, and the statistics that target parameters follow, if any.
+
+        Args:
+          critics: the critics.
+          params: the trained parameters.
+          target_params: the target parameters; no gradients flow through values of the next steps.
+          inputs: observations and actions.
+          next_inputs: the next observations, and the policy's actions there.
+        """
+        next_values = critics.apply(target_params, *next_inputs)
+        return critics.apply(params, *inputs), next_values, None
+
+    def for_actor(self, params: Any, target_params: Any) -> Any:
+        """Returns the parameters of the critics in the actor's loss."""
+        return params
+
+
+@option
+class TargetNetworks(CriticTargets):
+    """Copies of the critics, which follow them slowly."""
