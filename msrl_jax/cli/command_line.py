@@ -41,11 +41,6 @@ def _overview() -> str:
     return "\n".join([*lines, "", *about])
 
 
-def _is_of_disk(error: BaseException) -> bool:
-    """Returns whether something could not be written because a disk is full or failing."""
-    return type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK
-
-
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")  # instructions of Python
 
 
@@ -185,7 +180,8 @@ def _run(argv: list[str]) -> int:
         return DIVERGED
     except (RuntimeError, OSError, ValueError, TypeError, ImportError) as error:
         is_lost = type(error).__name__ == "ProcessError"
+        is_of_disk = type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK  # full or failing
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
         _complain(parsed.file.located(error, parsed.given))
-        return launch.LOST if is_lost else NOT_SAVED if _is_of_disk(error) else BAD_INPUT
+        return launch.LOST if is_lost else NOT_SAVED if is_of_disk else BAD_INPUT

@@ -155,23 +155,23 @@ class Option:
             raise ValueError(f"is {value}; use a finite number")
         if not self.numbers and Any not in self.parts:
             raise ValueError(f"is the number {value}; write text in double quotes")
-        return self._number(value)
+        return self._one(value)
 
     def _items(self, text: str) -> Any:
         found = read_literal(text)
-        return tuple(map(self._number, found if isinstance(found, tuple) else (found,)))
+        return tuple(map(self._one, found if isinstance(found, tuple) else (found,)))
 
-    def _one(self, text: str) -> Any:
-        if text in self.choices:
-            return self.choices[text]
-        if self.choices.keys() - {"None"} and not self.numbers and Any not in self.parts:
-            raise ValueError(f"is {text!r}, which is not one of {', '.join(self.choices)}{suggestion(text, self.choices)}")
-        if not self.numbers and Any not in self.parts:
-            return Path(text) if Path in self.parts else text
-        return self._number(read_literal(text))
-
-    def _number(self, value: Any) -> Any:
-        """Converts a value to its type; keeps schedules, several values, and text if it accepts text."""
+    def _one(self, value: Any) -> Any:
+        """Converts text or a number to the type of one value; keeps schedules, several values, and text if it accepts text."""
+        if isinstance(value, str):
+            if value in self.choices:
+                return self.choices[value]
+            if not self.numbers and Any not in self.parts:
+                if self.choices.keys() - {"None"}:
+                    known = f"{', '.join(self.choices)}{suggestion(value, self.choices)}"
+                    raise ValueError(f"is {value!r}, which is not one of {known}")
+                return Path(value) if Path in self.parts else value
+            value = read_literal(value)
         number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else None
         if self.is_tunable or not self.numbers or (isinstance(value, str) and (str in self.parts or Any in self.parts)):
             return value

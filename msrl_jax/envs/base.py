@@ -327,6 +327,13 @@ def close_simulators(env: Any) -> None:
             inner.simulators.close()
 
 
+def keys_of_step(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits the key of a copy into its next key, the key of its step and that of its reset."""
+    key, step_key = jax.random.split(key)
+    step_key, reset_key = jax.random.split(step_key)
+    return key, step_key, reset_key
+
+
 def output_shapes(function: Callable[[jax.Array], PyTree]) -> PyTree:
     """The shapes and dtypes that a function of a typed key returns, without running it."""
     return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))

@@ -18,6 +18,7 @@ from msrl_jax.envs.base import (
     check_made,
     delegate,
     drop_weak_types,
+    keys_of_step,
     output_shapes,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
@@ -125,8 +126,7 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         action = as_actions(self, action, (state.key.shape[0], self.num_agents), "agent of each environment")
 
         def step_one(key, env_state, absent, action, source):
-            key, step_key = jax.random.split(key)
-            step_key, reset_key = jax.random.split(step_key)
+            key, step_key, reset_key = keys_of_step(key)
             before = env_state
             env_state, obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, before, action))
             if has_masks(self.env):

@@ -18,6 +18,7 @@ from msrl_jax.envs.base import (
     env_name,
     has_agents,
     iter_wrapped,
+    keys_of_step,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.episode_metrics import reported
@@ -111,11 +112,11 @@ class Vectorized(WithoutStatistics, Wrapper):
         action = as_actions(self, action, (state.key.shape[0],), "environment")
         spares = state.spares
         if spares:
-            reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
+            reset_keys = jax.vmap(lambda key: keys_of_step(key)[2])(state.key)
             spares = refill(self._reset, spares, (reset_keys, state.source), self.ratio)
 
         def step_one(key, env_state, action, source, spare):
-            key, step_key, reset_key = _keys(key)
+            key, step_key, reset_key = keys_of_step(key)
             env_state, final_obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap, a branch is a select anyway, and branching on "any done" would couple the
             # environments.
@@ -145,12 +146,5 @@ class Vectorized(WithoutStatistics, Wrapper):
 
 def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
     """The states of the copies in `Vectorized` or `VectorizedAgents` after a step, before any reset. `[E, ...]`"""
-    keys = jax.vmap(lambda key: _keys(key)[1])(state.key)
+    keys = jax.vmap(lambda key: keys_of_step(key)[1])(state.key)
     return drop_weak_types(jax.vmap(env.env.step)(keys, state.env_state, action)[0])
-
-
-def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits the key of a copy into its next key, the key of its step and that of its reset."""
-    key, step_key = jax.random.split(key)
-    step_key, reset_key = jax.random.split(step_key)
-    return key, step_key, reset_key

@@ -93,7 +93,7 @@ def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
-        after, metrics = run.again(state, middle - low)
+        after, metrics = run.program.run(state, middle - low, chunk=run.most_at_once)
         if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(after)):
             high, certain = middle, True
         elif middle == iterations:

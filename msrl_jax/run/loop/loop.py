@@ -190,10 +190,6 @@ class Run:
         """Compiles the training program, unless it is compiled already."""
         self.program.warm_up(self.most_at_once)
 
-    def again(self, state: Any, count: int) -> tuple[Any, Any]:
-        """Runs iterations from another state, which stays valid."""
-        return self.program.run(state, count, chunk=self.most_at_once)
-
     def _iterate(self, count: int) -> Any:
         compiling, start = self.program.compile_seconds, time.perf_counter()
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
