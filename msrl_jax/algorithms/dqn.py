@@ -90,7 +90,7 @@ class DQN:
     returns: ActionReturns = field(default=Expected(), doc="what the network predicts of a return. Usual: expected.")
 
     def check(self) -> None:
-        """Raises ValueError if `data` is invalid, or does not fit the options for targets and returns."""
+        """Raises ValueError if `data`, `returns` or `target` do not fit the other fields."""
         check_data(self)
         self.returns.check_config(self)
         self.target.check_config(self)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.config import (
     Activation,
     CoreKind,
@@ -58,6 +59,9 @@ from msrl_jax.networks.q_network import epsilon_greedy
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
+ETA = 0.9
+"""The share of the largest error in the priority of a window; the rest is the mean (R2D2)."""
+
 
 @config("qmix", many_agents=True, actions=("discrete",))
 class QMIX:
@@ -91,13 +95,20 @@ class QMIX:
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     core: Literal["none"] | CoreKind = field(default="gru", doc='recurrent layer, or "none". Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
-    mixer: Literal["monotonic", "sum"] = field(default="monotonic", doc='as the name says: "monotonic", or for VDN "sum".')
+    mixer: Literal["monotonic", "sum"] = field(default="monotonic", doc='makes joint values. Usual: "monotonic"; VDN: "sum".')
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
     hyper_size: int = field(default=64, doc="width of the hidden layers of the mixer's hypernetworks. Usual: 64.")
     burn_in: int = field(default=0, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=25, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=True, doc="whether a shared network sees which agent it acts for. Usual: True.")
+
+    def check(self) -> None:
+        """Raises ValueError if fields have no effect with the mixer or without a recurrent core."""
+        if self.mixer == "sum":
+            check_unused(self, ("mixing_size", "hyper_size"), "with mixer='sum'")
+        if self.core == "none":
+            check_unused(self, ("burn_in",), "with core='none'")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -163,7 +174,7 @@ class QMIX:
                 next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
                 target = sequence_target(next_value, after, discount=self.discount, num_steps=self.replay.n_step, epsilon=None)
                 taken = mix(params, _of_actions(values, after.action), after.obs)[: self.trace_length]
-                return sequence_loss(batch.weight, taken, target, self.huber_delta, 0.9)
+                return sequence_loss(batch.weight, taken, target, self.huber_delta, ETA)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -212,7 +223,10 @@ class QMIX:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = OffPolicyState((), *learner[1:], key, acting, rest.actor_keys, replay, replay_key, pending)
+            after = rest._replace(
+                **learner._replace(params=())._asdict(), key=key, acting_params=acting, replay=replay, replay_key=replay_key,
+                pending=pending,
+            )  # fmt: skip
             return learner.params, after, {**metrics, **report}
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:

@@ -95,6 +95,7 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     """Makes the config of an algorithm that differs from `base` only in its defaults; it does not subclass `base`."""
     parent: Any = base
     parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
+    parts["build"] = parent.build.__wrapped__  # `config` wraps it
     for f in dataclasses.fields(parent):
         parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"

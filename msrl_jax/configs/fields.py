@@ -58,7 +58,7 @@ def field(
       once: whether it is read only at the start, so that it cannot be a schedule.
 
     Returns:
-      The field, for a class made with `config`.
+      The field, for a class made with `config` or `option`.
     """
     bounds = {"above": above, "at least": low, "at most": high, "below": below}
     about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}

@@ -36,7 +36,7 @@ class C51(ActionReturns, CriticReturns):
             )
         v_min, v_max = self.support(config.discount)
         if v_min >= v_max:
-            raise ValueError(f"{name}.returns: v_min={v_min:g} is not below v_max={v_max:g}; use a smaller one or a larger one")
+            raise ValueError(f"{name}.returns: v_min={v_min:g} is not below v_max={v_max:g}; exchange them, or give others")
 
     def of_actions(self, discount: float) -> ActionPrediction:
         """Returns the functions of a network's logits per action; the TD error is the loss."""

@@ -1,4 +1,4 @@
-"""Losses per example: elementwise functions of arrays of equal shapes `[...]`; the caller takes the mean."""
+"""Losses of policy gradients: elementwise functions of arrays of equal shapes `[...]`, and the loss of PPO, which is a mean."""
 
 from typing import Any
 

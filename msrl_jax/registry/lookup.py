@@ -36,8 +36,8 @@ def get(algorithm: str | type) -> type:
 
     Raises:
       TypeError: if it is none of these.
-      ValueError: if the name is unknown (the message suggests the nearest one) or that of an algorithm in an optional room, or
-        the file fails to run or has no such config.
+      ValueError: if the name is unknown (the message suggests the nearest one), if a custom config has the name of an algorithm
+        in an optional room, or if the file fails to run or has no such config.
     """
     if _is_config(algorithm):
         assert isinstance(algorithm, type)

@@ -109,7 +109,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
 
 
 def check_fits(config: Any) -> None:
-    """Raises ValueError if a field that the optimizer, the learning rate or the core makes unused differs from its default."""
+    """Raises ValueError if a field differs from its default that the optimizer, learning rate, core or sharing makes unused."""
     if is_custom_optimizer(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
         check_unused(config, _PARTS, because)
@@ -119,6 +119,8 @@ def check_fits(config: Any) -> None:
         because = f"with core={checks.name_of(core)}"
         check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)
         check_unused(config, ("shared_torso",) if core != "none" else (), because)
+    if not getattr(config, "share_parameters", True):
+        check_unused(config, ("agent_ids",), "with share_parameters=False")
 
 
 def _has_optimizer(config: Any) -> bool:

@@ -381,3 +381,17 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     expected = np.where(valid, want + here[:-1], np.nan)[order]
     np.testing.assert_allclose(target, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(told("difference", num_envs), np.where(valid, here[:-1], np.nan)[order[0], :, 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fields", "message"),
+    [
+        ("vdn", {"mixing_size": 8}, r"VDN\.mixing_size has no effect with mixer='sum'; leave it out"),
+        ("qmix", {"core": "none", "burn_in": 4}, r"QMIX\.burn_in has no effect with core='none'; leave it out"),
+        ("qmix", {"share_parameters": False, "agent_ids": False}, r"QMIX\.agent_ids has no effect with share_parameters=False"),
+        ("ippo", {"share_parameters": False, "agent_ids": True}, r"IPPO\.agent_ids has no effect with share_parameters=False"),
+    ],
+)
+def test_fields_without_effect_are_refused(algorithm, fields, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.make(algorithm, fields)

@@ -9,9 +9,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax._compat import equations_in
+from msrl_jax.algorithms import C51, TQC
 from msrl_jax.configs.names import all_fields
 from msrl_jax.envs.base import to_32_bit
-from msrl_jax.losses import critics
 from msrl_jax.run.prepare import make_experiment
 from tests.support.many_agents import Homes
 from tests.support.slow import mostly_slow
@@ -76,8 +76,9 @@ def test_states_and_metrics_have_the_types_of_32_bits(name):
     assert expected[1] <= {"float32"}
 
 
-@pytest.mark.parametrize("prediction", [critics.categorical(5, -1.0, 1.0), critics.truncated_quantiles(5, 1)])
-def test_returns_losses_and_errors_of_critics_have_32_bits(prediction):
+@pytest.mark.parametrize("returns", [C51(-1.0, 1.0, 5), TQC(5, 1)])
+def test_returns_losses_and_errors_of_critics_have_32_bits(returns):
+    prediction = returns.of_critics(0.9)
     outputs = jax.ShapeDtypeStruct((2, 3, 5), np.float32)
 
     def every(outputs):

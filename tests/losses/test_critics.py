@@ -72,7 +72,7 @@ def test_of_expected_returns_the_lowest_counts(examples):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (SAC, {"returns": "c51:5.0,-5.0"}, r"SAC\.returns: v_min=5 is not below v_max=-5; use a smaller"),
+        (SAC, {"returns": "c51:5.0,-5.0"}, r"SAC\.returns: v_min=5 is not below v_max=-5; exchange them"),
         (
             TD3,
             {"returns": "c51", "discount": 1.0},

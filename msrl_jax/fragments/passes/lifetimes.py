@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value
 
 
 def add_lifetimes(schedule: Schedule) -> Schedule:
@@ -14,11 +14,7 @@ def add_lifetimes(schedule: Schedule) -> Schedule:
     A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried
     values would share a buffer, or where a loop would consume an outer buffer.
     """
-    made = [v for i, _ in walk(schedule.body) for v in i.makes()]
-    loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
-    inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.body_in, c.body_out)))]
-    known = [*made, *inside, *schedule.constants, *(v for copies in schedule.inputs for v in copies)]
-    numbers = itertools.count(1 + max((v.index for v in known), default=0))
+    numbers = itertools.count(schedule.free_index)
 
     def copy_of(v: Value) -> Value:
         return Value(next(numbers), v.aval, v.placement, v.label)

@@ -37,7 +37,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
         shardings[value] = replicated(value)
     back = list(zip(schedule.inputs, schedule.outputs, strict=True))
     required = {out: inputs[entry] for entries, outs in back for entry, out in zip(entries, outs, strict=True)}
-    lowering = _Lowering(executables, shardings, logical)
+    lowering = _Lowering(executables, shardings, logical, schedule.free_index)
     body = lowering.lower_block(schedule.body, required, {})
     outputs = []
     for entries, outs in back:
@@ -60,9 +60,10 @@ class _Lowering:
         executables: Executables,
         shardings: dict[Value, NamedSharding | None],
         logical: dict[Value, PartitionSpec],
+        free_index: int,
     ):
         self.executables, self.shardings, self.logical = executables, shardings, logical
-        self.numbers = itertools.count(1_000_000)
+        self.numbers = itertools.count(free_index)
         self.to_shards: set[Value] = set()
 
     def lower_block(

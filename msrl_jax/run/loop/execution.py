@@ -14,7 +14,7 @@ from msrl_jax.run.loop.hooks import StopRequests
 
 
 class Execution(Protocol):
-    """The interface of `train` to the execution of a run. `train` calls each method once, in this order."""
+    """The interface of `train` to the execution of a run. `train` calls each method at most once, in this order."""
 
     def check(self, experiment: Experiment, policy: str | DistributionPolicy | None, record: Path | None) -> None:
         """Raises ValueError if this execution cannot run the experiment.

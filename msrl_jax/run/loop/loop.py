@@ -4,9 +4,9 @@ A hook may have any of these attributes. Phases run in the order of the hooks:
 
     every            number of steps; chunks end at its multiples, unless the user chose the length of chunks
     begin(run)       runs when the state exists, before the first chunk
-    before(run)      runs before each chunk; return a `StopReason` to end the run; the hooks after this one are not called
+    before(run)      runs before each chunk; return a `StopReason` or True to end the run; later hooks are then not called
     after(run)       runs after each chunk; return a `StopReason` or True to end the run
-    end(run)         runs at the end, in reverse order of the hooks; all are called, even if one of them raises an error
+    end(run)         runs at the end, in reverse order of the hooks, even if one raises an error; not if a process is lost
 """
 
 import dataclasses

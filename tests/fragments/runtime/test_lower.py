@@ -111,3 +111,26 @@ def test_gradients_that_are_split_are_gathered_where_they_are_made(devices, sent
     program.run(state, 1)
     up = [x for call in sent for x, at in call if at.num_devices == 1]
     assert len(up) >= toy.EPOCHS * toy.MINIBATCHES and all(x.is_fully_replicated for x in up)
+
+
+def test_a_copy_that_changes_a_sharding_has_the_next_number(devices):
+    """An iteration makes a list with a place for each number."""
+
+    @msrl.fragment(role="actor")
+    def act(a):
+        return a * 2
+
+    @msrl.fragment(role="learner")
+    def learn(a):
+        return a.sum()
+
+    def iteration(state):
+        a, b = state
+        return (b, a), {"sum": learn(act(a))}
+
+    state, axes = (jnp.ones((8, 4)), jnp.zeros((8, 4))), (P("env"), P())
+    policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=4)
+    program = msrl.compile(iteration, state, policy=policy, axes=axes, devices=devices)
+    assert_close(program.run(state, 3), run_plain(iteration, state, 3))
+    values = [v for i, _ in walk(program.instructions) for v in (*i.reads(), *i.makes())]
+    assert sorted({v.index for v in values}) == list(range(7)), "two values of the state, three of fragments, two copies"
