@@ -486,7 +486,7 @@ def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
             rows.rmdir()
             aside.rename(rows)
 
-    with pytest.warns(SaveWarning, match="metrics are kept in memory"):
+    with pytest.warns(SaveWarning, match="continues with its metrics in memory"):
         result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
     assert result.folder == tmp_path / "run" and not result.save_error
     assert_same_run(Result.load(result.folder), result)
