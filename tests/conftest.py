@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -82,6 +83,17 @@ def no_process_is_left():
     """Ends what a test has started and not ended."""
     yield
     processes.end_all()
+
+
+@pytest.fixture(autouse=True)
+def modules_of_a_test_are_forgotten(tmp_path_factory):
+    """A module that a test has imported from its temporary folder would hide one of the same name from the next test."""
+    before = set(sys.modules)
+    yield
+    folder = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist asks; `-p no:xdist` leaves it out

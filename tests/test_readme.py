@@ -166,9 +166,6 @@ def run_sections(tmp_path, monkeypatch):
 
     with mock.patch.dict(REGISTRY):  # a page may register one
         yield run
-    files = {name: str(getattr(module, "__file__", None)) for name, module in sys.modules.items()}
-    for module in (name for name, file in files.items() if file.startswith(f"{tmp_path}/")):
-        del sys.modules[module]
 
 
 @pytest.mark.parametrize("command", ["pip install . && msrl-jax train", "pip install -e '.[test]' && pytest"])
