@@ -36,7 +36,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
@@ -98,7 +98,7 @@ class PQN:
     max_grad_norm: TunableOrNone = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     q_lambda: Tunable = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
-    exploration: Annealed | PerEnv = field(default=Annealed(100_000, 0.02), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(100_000, 0.02), doc="rate of random actions. Usual: annealed.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (128, 128); (512,) for images.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')

@@ -28,7 +28,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.configs.replay_options import Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type
@@ -80,7 +80,7 @@ class R2D2:
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    exploration: Annealed | PerEnv = field(default=Annealed(20_000), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(20_000), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")

@@ -96,11 +96,9 @@ class SAC:
     )
 
     def check(self) -> None:
-        """Raises ValueError if `data`, the recurrent core, `returns` or `target` do not fit the other fields."""
+        """Raises ValueError if `data` or the recurrent core do not fit the other fields."""
         check_data(self)
         check_core(self)
-        self.returns.check_config(self)
-        self.target.check_config(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""

@@ -97,10 +97,9 @@ class TD3:
     noise_clip: Tunable = tunable(default=0.5, low=0, doc="bound of the noise of the target actor. Usual: 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError if `data`, the core or the limits of atoms do not fit, or `max_exploration_noise` is too small."""
+        """Raises ValueError if `data` or the core do not fit, or `max_exploration_noise` is too small."""
         check_data(self)
         check_core(self)
-        self.returns.check_config(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
             raise ValueError(

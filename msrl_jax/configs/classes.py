@@ -75,5 +75,14 @@ def _check_declaration(cls: type, where: str) -> None:
 def _check_made(self: Any) -> None:
     """Checks an object of fields on construction; if it has schedules, `resolve.check` calls its `check` later."""
     check_fields(self)
-    if hasattr(self, "check") and not any(map(is_deferred, jax.tree.leaves(self, is_leaf=is_deferred))):
+    if not any(map(is_deferred, jax.tree.leaves(self, is_leaf=is_deferred))):
+        check_together(self)
+
+
+def check_together(self: Any) -> None:
+    """Raises ValueError if fields of an object contradict each other, or one of its options."""
+    if hasattr(self, "check"):
         self.check()
+    for held in (getattr(self, f.name) for f in dataclasses.fields(self) if choices(f)):
+        if hasattr(held, "check_config"):
+            held.check_config(self)

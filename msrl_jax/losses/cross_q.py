@@ -21,8 +21,8 @@ from msrl_jax.networks.torso import Torso
 _FACT = "normalizes dense layers of critics that see observations and actions"
 
 
-@option
-class CrossQ(CriticTargets):
+@option(of=CriticTargets)
+class CrossQ:
     """No target networks: critics normalize batches (Bhatt et al., 2024, OpenReview PczQtTsTIX)."""
 
     def check_config(self, config: Any) -> None:

@@ -21,6 +21,7 @@ from msrl_jax.agents.agent import Agent
 from msrl_jax.agents.optimizers import NAMED, Named
 from msrl_jax.agents.transformations import scheduled
 from msrl_jax.configs.checking import check_unused
+from msrl_jax.configs.classes import check_together
 from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.names import all_fields, value_of
@@ -103,8 +104,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
     for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
         ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
         for part in with_options(with_traced(config, usual | ramps)):
-            if hasattr(part, "check"):
-                part.check()
+            check_together(part)
     return found
 
 
