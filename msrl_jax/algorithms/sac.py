@@ -148,10 +148,11 @@ class SAC:
             batch, temperature = windows.steps(batch), jnp.exp(params["log_temperature"])
             e = batch.experience
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
-            next_action, next_log_prob, next_mean = policy.apply(params["actor"], e.next_obs).sample_for_mean(next_keys)
+            next_actor = policy.apply(params["actor"], e.next_obs)
+            next_action, next_log_prob = next_actor.sample_and_log_prob(next_keys)
 
             def backup(next_q):  # with the entropy of the next action
-                return e.reward + e.discount * next_mean(soft_value(next_q, next_log_prob, temperature))
+                return e.reward + e.discount * next_actor.expectation(soft_value(next_q, next_log_prob, temperature))
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
@@ -163,17 +164,18 @@ class SAC:
 
                 # The actor maximizes the soft values of its actions.
                 actor, critic = policy.apply(trained["actor"], e.obs), self.target.for_actor(params["critic"], target_critic)
-                action, log_prob, mean = actor.sample_for_mean(keys)
+                action, log_prob = actor.sample_and_log_prob(keys)
                 value = predicted.value(critics.apply(critic, e.obs, action))
-                soft, log_prob = mean(soft_value(value, log_prob, temperature)), mean(log_prob)
-                total = critic_loss - soft.mean()
+                actor_loss = -actor.expectation(soft_value(value, log_prob, temperature)).mean()
 
+                # The temperature moves the entropy towards its target.
+                total, log_prob = critic_loss + actor_loss, actor.expectation(log_prob)
                 if self.learn_temperature:
                     entropy = actor.usual_target_entropy() if self.target_entropy is None else self.target_entropy
                     total += temperature_loss(trained["log_temperature"], log_prob, entropy).mean()
                 stats = {
                     "critic_loss": critic_loss,
-                    "actor_loss": -soft.mean(),
+                    "actor_loss": actor_loss,
                     "q": predicted.expected(q).mean(),
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,
