@@ -41,8 +41,8 @@ def soak(policy: str, minutes: float, devices: int, seconds: float) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         msrl.train(
-            "ppo", "CartPole-v1", policy=policy, total_steps=1e13, out=os.path.join(folder, "run"), checkpoint_every=f"{seconds}s",
-            eval_episodes=0, callbacks=[tick], progress=False,
+            "ppo", "CartPole-v1", policy=policy, total_steps=1e13, out=os.path.join(folder, "run"),
+            checkpoint_every=f"{seconds}s", eval_episodes=0, callbacks=[tick], progress=False,
         )  # fmt: skip
     rows = [row for row in rows if row[0] > 12 * minutes]
     first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]

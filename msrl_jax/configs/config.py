@@ -76,8 +76,8 @@ def config(
         new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
-        alike = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
-        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in alike):
+        same_name = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
+        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in same_name):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         DECLARED[name] = new  # a notebook cell may redefine it
         return new

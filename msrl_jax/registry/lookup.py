@@ -99,8 +99,8 @@ def as_config(algorithm: Any) -> Any:
 
 def _having(name: str, config: Any) -> str:
     """Lists the algorithms for the same actions that have a field, for a message about one that has not."""
-    alike = [c for c in DECLARED.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
-    having = sorted(c.name for c in alike if name in all_fields(c))  # type: ignore[attr-defined]
+    similar = [c for c in DECLARED.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
+    having = sorted(c.name for c in similar if name in all_fields(c))  # type: ignore[attr-defined]
     return f"; {', '.join(having)} have it" if having and config.actions else ""
 
 

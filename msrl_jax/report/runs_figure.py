@@ -82,8 +82,8 @@ def named(runs: Any) -> dict[str, Outcome]:
         raise ValueError("no run was given; give a result or the folder of a run")
     if not names:
         folders = [run.folder for run in results if run.folder is not None]
-        alike = len({folder.name for folder in folders}) < len(folders)
-        names = [what(run) if run.folder is None else str(run.folder) if alike else run.folder.name for run in results]
+        repeated = len({folder.name for folder in folders}) < len(folders)
+        names = [what(run) if run.folder is None else str(run.folder) if repeated else run.folder.name for run in results]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are named {twice[0]!r}; name each once, or give a mapping with a name for each")
     return dict(zip(names, results, strict=True))
