@@ -68,7 +68,7 @@ class Teams:
         """Whether the learning rate of a team falls over the run."""
         return any(getattr(entry.config, "anneal_learning_rate", False) for entry in self.entries())
 
-    def entries(self) -> list["Entry"]:
+    def entries(self) -> list["TeamSpec"]:
         """Parses and checks the teams."""
         return [_entry(*split(text), self) for text in self.teams]
 
@@ -95,7 +95,7 @@ class Teams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TeamSpec:
     """A team of a config."""
 
     name: str
@@ -124,7 +124,7 @@ class Entry:
         return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
 
-def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
+def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
     """Parses a team from a text or a config; raises ValueError if it is invalid."""
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # the name is part of metric names
         raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
@@ -145,12 +145,12 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     if name == RANDOM:
         if fields:
             raise ValueError(f"{where} sets {', '.join(fields)}, but random actions need no settings; leave them out")
-        return Entry(team, patterns, None)
+        return TeamSpec(team, patterns, None)
     if not hasattr(kind, "build_team"):
         able = sorted([name for name, other in ALGORITHMS.items() if hasattr(other, "build_team")] + [RANDOM])
         raise ValueError(f"{where} has the algorithm {name!r}{suggestion(name, able)}; teams can have {', '.join(able)}")
     try:
-        return Entry(team, patterns, make(kind, fields | shared))
+        return TeamSpec(team, patterns, make(kind, fields | shared))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -161,7 +161,7 @@ def _changed(config: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
+def members_of(agents: tuple[str, ...], entries: list[TeamSpec], env: str) -> dict[str, tuple[int, ...]]:
     """Returns the agent indices of each team; raises ValueError unless every agent has one team, and every team has agents."""
     members: dict[str, tuple[int, ...]] = {}
     known = f"the agents of {env} are {', '.join(agents)}"
@@ -186,7 +186,7 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def _build_team(entry: Entry, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
+def _build_team(entry: TeamSpec, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
     """Builds a team of the agents with the indices `members`; errors name the team."""
     if entry.config is None:
         return random_team(venv, len(members), run.unroll_length, seed=members[0])

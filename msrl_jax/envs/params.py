@@ -49,7 +49,7 @@ GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | s
 class ParamSampler(NamedTuple):
     """The source that parameters are drawn from."""
 
-    values: Any  # name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`
+    values: Any  # name -> a number, a `ParamDistribution` or a `ParamRamp`; or a `Curriculum`
     taken: Counter | tuple[()] = ()  # environment steps of all copies so far, if a ramp needs them
 
 

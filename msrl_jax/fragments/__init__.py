@@ -10,7 +10,7 @@ and metrics.py. `compile` calls the passes in this order:
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
     partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
-    schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
+    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     workarounds   passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator

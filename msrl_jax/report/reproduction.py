@@ -27,7 +27,7 @@ from msrl_jax.run import recipes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk.store import check_saved
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.loop.callbacks import Progress
+from msrl_jax.run.loop.callbacks import ProgressDisplay
 from msrl_jax.run.loop.hooks import seconds as read_seconds
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.recipes import Recipe, Record, RecordError
@@ -169,7 +169,7 @@ def reproduce(
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     time_limit: float | str | None = None,
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
 ) -> Reproduction:
     """Trains a recipe on several seeds, scores it, and tests whether the scores agree with the recorded ones.
 

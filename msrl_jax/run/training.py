@@ -35,10 +35,19 @@ from msrl_jax.run.evaluation.history import stack_rows
 from msrl_jax.run.experiment.pbt import GivenPBT
 from msrl_jax.run.experiment.spec import Experiment, GuardPolicy
 from msrl_jax.run.experiment.trust import code_of
-from msrl_jax.run.loop.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
+from msrl_jax.run.loop.callbacks import Callback, Callbacks, ProgressDisplay, check_callbacks, choose_display, is_hook
 from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
-from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
-from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, LostSteps, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.run.loop.guard import DivergedError, Guard, StopOrRollBack, again
+from msrl_jax.run.loop.hooks import (
+    Checkpoints,
+    Evaluating,
+    LostSteps,
+    RunFileWriter,
+    interval,
+    recorded,
+    seconds,
+    stop_requests,
+)
 from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import make_experiment, open_folder, resumed_experiment
 from msrl_jax.run.result import Result
@@ -73,7 +82,7 @@ def train(
     rank_by: str | None = None,
     trust: bool = False,
     callbacks: Sequence[Callback] = (),
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
     **overrides: Any,
 ) -> Result:
     """Trains an agent.
@@ -206,9 +215,9 @@ def train(
             stack.callback(close_simulators, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         hooks = [
-            requests, recording, guarding, LostSteps(), evaluating, Rows() if path and processes.is_first() else None,
+            requests, recording, guarding, LostSteps(), evaluating, RunFileWriter() if path and processes.is_first() else None,
             *filter(is_hook, callbacks), Callbacks([show, *filter(callable, callbacks)]),
-            guarding and Divergence(guarding, saver), saver,
+            guarding and StopOrRollBack(guarding, saver), saver,
         ]  # fmt: skip
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         about = watching | {"record": recording and str(recording.writer.path)}
@@ -246,7 +255,7 @@ def _notes(experiment: Experiment, usual: DistributionPolicy | None, has_default
 
 def _unsaved(hooks: Sequence[Any]) -> list[OSError]:
     """Returns why a checkpoint or rows could not be written."""
-    return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | Rows) and hook.error is not None]
+    return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | RunFileWriter) and hook.error is not None]
 
 
 def _first(errors: Sequence[Exception], result: Result) -> Exception:

@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax.agents.schedules import is_adaptive, is_ramp
 from msrl_jax.configs.names import all_fields
-from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
+from msrl_jax.envs.param_distributions import ParamDistribution, choice, is_value, parse
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.fragments.support.text_values import split_specs
@@ -31,7 +31,7 @@ class Axis:
     """A swept field."""
 
     field: str
-    values: Distribution  # its options (`choice`), or the distribution of its values
+    values: ParamDistribution  # its options (`choice`), or the distribution of its values
     is_whole: bool  # whether its values are integers
 
     @property
@@ -72,7 +72,7 @@ def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[st
     axes, constants = [], {}
     for field, value in given.items():
         found = _read(f"{kind.__name__}.{field}", value, hints[field])
-        if isinstance(found, Distribution):
+        if isinstance(found, ParamDistribution):
             axes.append(Axis(field, found, _is_whole(hints[field])))
         else:
             constants[field] = found
@@ -110,7 +110,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
             value = choice([tuple(x) for x in options])
     if not is_value(value):
         return _number(where, value, hint)
-    if not isinstance(value, Distribution):
+    if not isinstance(value, ParamDistribution):
         raise ValueError(f"{where}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
     if not value.numbers:
         raise ValueError(f"{where} has no values; give at least one")

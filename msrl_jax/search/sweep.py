@@ -29,7 +29,7 @@ from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
 from msrl_jax.run.loop import hooks
-from msrl_jax.run.loop.callbacks import Progress, choose_display
+from msrl_jax.run.loop.callbacks import ProgressDisplay, choose_display
 from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
@@ -55,7 +55,7 @@ def sweep(
     eval_episodes: int = 32,
     checkpoint_every: int | str | None = None,
     time_limit: float | str | None = None,
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
     **asked: Any,
 ) -> SweepResult:
     """Trains many settings of an algorithm, and ranks them by their returns or by a metric of the environment.

@@ -14,7 +14,7 @@ from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type, unmasked
 from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model
-from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
+from msrl_jax.games.muzero import SearchedAction, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
 from msrl_jax.games.turn_based import player_observation, vectorize_turns
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import Transition
@@ -231,7 +231,7 @@ def test_one_update_equals_an_independent_implementation(env):
     far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)  # noqa: E731
     state = state._replace(params=far(state.params), target_params=far(state.target_params))
     after, metrics = iterate(state, 6)
-    choice = Choice(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
+    choice = SearchedAction(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
     buffer = unroll_buffer(seen, choice, config)
     sample = jax.jit(buffer.sample)(after.replay, jax.random.split(state.replay_key, 2)[1])
     window = jax.tree.map(np.asarray, sample.experience)

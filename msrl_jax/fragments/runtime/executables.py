@@ -70,7 +70,7 @@ class Request:
 class Executables:
     """Compiled programs and the shardings between them."""
 
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every Run, copy and Alloc
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every RunProgram, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
     patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)

@@ -16,7 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.compact import compacted, is_single_accelerator
-from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import (
+    Alloc,
+    HostCall,
+    Instruction,
+    Loop,
+    LoopCarry,
+    Move,
+    RunProgram,
+    Schedule,
+    Value,
+    walk,
+)
 from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
 from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from msrl_jax.fragments.placement import Placement
@@ -80,7 +91,7 @@ class _Lowering:
         instructions = list(instructions)
         self.to_shards |= _sent_to_shards(instructions)
         for i in instructions:
-            if isinstance(i, Run):
+            if isinstance(i, RunProgram):
                 self.run(i, required, carry_out_to_in)
             elif isinstance(i, Move):
                 self.move(i, required, carry_out_to_in)
@@ -134,7 +145,7 @@ class _Lowering:
 
     def loop(self, i: Loop, before: list[Instruction], required: dict[Value, NamedSharding]) -> Loop:
         unconstrained = {
-            v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in required
+            v for r in before if isinstance(r, RunProgram) and not r.fragments for v in r.outputs if v not in required
         }  # glue such as jnp.zeros takes the sharding that the loop needs
         for c in i.carry:
             is_free = c.init in unconstrained and c.init.placement.mesh.size > 1
@@ -155,13 +166,13 @@ class _Lowering:
                 wanted[init] = at
             else:
                 init = self.resharded(init, at, before)
-            carry.append(Carry(init, c.body_in, body_out, c.result))
+            carry.append(LoopCarry(init, c.body_in, body_out, c.result))
         for r in before:
-            if isinstance(r, Run) and any(v in wanted for v in r.outputs):
+            if isinstance(r, RunProgram) and any(v in wanted for v in r.outputs):
                 self.run(r, {**required, **wanted}, {})
         return replace(i, carry=tuple(carry), body=tuple(body))
 
-    def run(self, i: Run, required: dict[Value, NamedSharding], carry_out_to_in: dict[Value, Value]) -> None:
+    def run(self, i: RunProgram, required: dict[Value, NamedSharding], carry_out_to_in: dict[Value, Value]) -> None:
         values = [*([i.index] if i.index else []), *i.reads()]
         results = i.makes()
         single = i.placement.mesh.size == 1
@@ -182,7 +193,7 @@ class _Lowering:
         self.executables.compiled[i] = compiled
 
     def compile_until_settled(
-        self, i: Run, values: Sequence[Value], prescribed: dict[Value, NamedSharding], pairs: dict[Value, Value]
+        self, i: RunProgram, values: Sequence[Value], prescribed: dict[Value, NamedSharding], pairs: dict[Value, Value]
     ) -> jax.stages.Compiled:
         """Compiles a program; each further round prescribes shardings that XLA chose wrongly, and adds them to `prescribed`.
 
@@ -248,7 +259,7 @@ class _Lowering:
                 more[v] = split
         return more
 
-    def reusable(self, i: Run, out: Sequence[NamedSharding | None]) -> Iterator[int]:
+    def reusable(self, i: RunProgram, out: Sequence[NamedSharding | None]) -> Iterator[int]:
         """The donated inputs for which there is a result of the same size on each device."""
         room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(i.outputs, out, strict=False)]
         open_choice = None in out
@@ -315,8 +326,8 @@ def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJ
     return compacted(program) if is_single_accelerator(placement) else program
 
 
-def body(run: Run) -> Callable[..., Any]:
-    """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows."""
+def body(run: RunProgram) -> Callable[..., Any]:
+    """The function that a RunProgram compiles: reads its rows, evaluates its jaxpr, writes its rows."""
     evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
 
     def fn(*args: Any) -> tuple[Any, ...]:

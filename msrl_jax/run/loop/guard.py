@@ -171,7 +171,7 @@ EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("exp
 """The explanations of rooms: functions that add `failure` and `replay` to a finding, or a `note` on why they are unknown."""
 
 
-class Divergence:
+class StopOrRollBack:
     """A hook that ends a run with a non-finite value, or rolls it back to its last good state."""
 
     def __init__(self, guard: Guard, saver: Checkpoints | None):

@@ -206,7 +206,7 @@ class LostSteps:
         warnings.warn(f"{fact}; {remedy}", UserWarning, stacklevel=2)
 
 
-class Rows:
+class RunFileWriter:
     """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; keeps rows that cannot be written for a later attempt."""
 
     def __init__(self):

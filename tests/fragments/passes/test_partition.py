@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Move, RunProgram, walk
 from msrl_jax.fragments.passes.placing import Placing
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
@@ -48,8 +48,8 @@ def test_glue_makes_no_program_wait():
         toy.iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=toy.AXES
     )
     body = program.instructions
-    learn = next(i for i in body if isinstance(i, Run) and "learn" in i.fragments)
-    rollout = next(i for i in body if isinstance(i, Run) and "act" in i.fragments)
+    learn = next(i for i in body if isinstance(i, RunProgram) and "learn" in i.fragments)
+    rollout = next(i for i in body if isinstance(i, RunProgram) and "act" in i.fragments)
     assert body.index(rollout) < body.index(learn)
     loss_label = {v.label for v in program.schedule.metrics}
     assert loss_label  # every metric has a readable name

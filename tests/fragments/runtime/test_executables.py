@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Run
+from msrl_jax.fragments.passes.instructions import RunProgram
 from msrl_jax.fragments.runtime.cpu_lowering import lower, threefry2x32
 from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support import processes, toy
@@ -38,7 +38,7 @@ def test_a_fragment_used_twice_is_compiled_once():
 
     state = jnp.ones((8, 4))
     program = msrl.compile(iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=1), axes=P())
-    names = [i.name for i in program.instructions if isinstance(i, Run)]
+    names = [i.name for i in program.instructions if isinstance(i, RunProgram)]
     assert names == ["squash", "shift", "squash"]
     after, metrics = program.run(state, 2)
     assert program.executables.count == 2 and metrics == {}

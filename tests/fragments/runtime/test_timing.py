@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax.fragments import measure
-from msrl_jax.fragments.passes.instructions import Free, Loop, Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Free, Loop, Move, RunProgram, walk
 from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict
 from msrl_jax.policies import SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy
@@ -24,7 +24,7 @@ def costs_of(schedule, run, move, dispatch=0.0, other=0.0):
     """Costs by kind: `run` maps the name of a placement to seconds."""
     found = {}
     for i, _ in walk(schedule.body):
-        if isinstance(i, Run):
+        if isinstance(i, RunProgram):
             found[i] = Cost(dispatch, run[i.placement.name] if i.fragments else other)
         elif isinstance(i, Move) and not i.is_copy:
             found[i] = Cost(dispatch, move)
@@ -38,7 +38,7 @@ def test_synchronous_parts_wait_for_each_other_and_stale_ones_overlap():
     times = {}
     for staleness in (0, 1):
         program = compiled(SingleLearnerCoarse(staleness=staleness))
-        acting = [i for i, _ in walk(program.schedule.body) if isinstance(i, Run) and i.fragments]
+        acting = [i for i, _ in walk(program.schedule.body) if isinstance(i, RunProgram) and i.fragments]
         assert [i.placement.name for i in acting].count("learners") == 1
         acting = len(acting) - 1
         costs = costs_of(program.schedule, runs, 0.25)
