@@ -286,7 +286,7 @@ def figure(runs: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> str:
         drawn, panels = curves.figure_of(len(runs))
         for panel, (task, by_algorithm) in zip(panels, runs.items(), strict=True):
             for number, (name, (steps, shares)) in enumerate(by_algorithm.items()):
-                curves.draw(panel, name, number, *curves.mean_curve(steps, shares))
+                curves.draw_curve(panel, name, number, *curves.mean_curve(steps, shares))
             panel.set(title=task, xlabel="environment steps", ylabel="episodes that reach their goal", ylim=(0, 1.02))
         return curves.svg_of(curves.finished(drawn))
 

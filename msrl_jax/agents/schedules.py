@@ -80,7 +80,7 @@ def is_adaptive(value: Any) -> bool:
 
 
 @functools.cache
-def read(given: Any) -> ScheduleFunction:
+def read_schedule(given: Any) -> ScheduleFunction:
     """Returns the schedule of a text or a function; raises ValueError, which says what to use, if it is invalid."""
     if not isinstance(given, str):
         return given
@@ -125,7 +125,7 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
         near = checks.suggestion(kind, _KINDS) if text else ""
         return None if naming.is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
-        wrong = _wrong_value(name, read(given)(_GRID), bounds)
+        wrong = _wrong_value(name, read_schedule(given)(_GRID), bounds)
     except ValueError as error:
         return str(error)
     return wrong and f"numbers that fit; {wrong}"
@@ -147,7 +147,7 @@ def given(config: Any) -> dict[str, Any]:
 
 def check(config: Any) -> dict[str, ScheduleFunction]:
     """Returns the schedules of a config; raises ValueError if a value is not within the bounds of its field."""
-    found = {name: read(value) for name, value in given(config).items()}
+    found = {name: read_schedule(value) for name, value in given(config).items()}
     bounds = {name: f.metadata.get("bounds", {}) for name, f in all_fields(config).items()}
     for name, schedule in found.items():
         where = f"{type(config).__name__}.{name}={checks.name_of(value_of(config, name))}"

@@ -27,7 +27,7 @@ from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make
 from msrl_jax.registry.table import ALGORITHMS
-from msrl_jax.registry.team_text import split, without_agents
+from msrl_jax.registry.team_text import split_team, without_agents
 
 RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
@@ -57,7 +57,7 @@ class Teams:
         given = self.teams.split() if isinstance(self.teams, str) else self.teams
         if not isinstance(given, list | tuple | Mapping):
             raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        pairs = given.items() if isinstance(given, Mapping) else map(split, given)
+        pairs = given.items() if isinstance(given, Mapping) else map(split_team, given)
         entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
             raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
@@ -70,7 +70,7 @@ class Teams:
 
     def entries(self) -> list["TeamSpec"]:
         """Parses and checks the teams."""
-        return [_entry(*split(text), self) for text in self.teams]
+        return [_entry(*split_team(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""

@@ -216,7 +216,7 @@ def explain(
     from msrl_jax import policies
     from msrl_jax.fragments.plan.picture import page_of
     from msrl_jax.policies.base import spec
-    from msrl_jax.report.scaling import format_table, plans
+    from msrl_jax.report.scaling import format_plans, plans
     from msrl_jax.run.auto_policy import choose_policy, is_auto
     from msrl_jax.run.disk.folder import write_text
     from msrl_jax.run.prepare import make_experiment
@@ -238,7 +238,7 @@ def explain(
         title = f"{experiment.name} on {experiment.env_name}"
         write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, title))
     if len(rows) > 1:
-        return Output(format_table(rows), [row.to_dict() for row in rows])
+        return Output(format_plans(rows), [row.to_dict() for row in rows])
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
     chosen = {"choice": reasons[0].to_dict()} if reasons else {}

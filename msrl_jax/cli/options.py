@@ -252,7 +252,7 @@ def arguments_of(function: Any) -> dict[str, str]:
     return found
 
 
-def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
+def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
     from msrl_jax.configs.fields import choices, kinds

@@ -96,7 +96,7 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
     return jax.tree.map(number, tree, is_leaf=_is_ramp)
 
 
-def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
+def draw_param(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
     """Draws a parameter after `taken` steps. Elements of an array are independent, except those of `choice`."""
     value = at(value, taken)
     if not isinstance(value, ParamDistribution):
@@ -116,7 +116,7 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
     """A value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not fit."""
-    value = parse(what, value) if isinstance(value, str) else value
+    value = parse_param(what, value) if isinstance(value, str) else value
     if not isinstance(value, ParamDistribution):
         return _cast_number(what, value, value, like)
     is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
@@ -172,16 +172,16 @@ def _host_at(number: Any, step: int) -> np.ndarray:
 
 
 def text(value: Any) -> str:
-    """A value as text that `parse` reads."""
+    """A value as text that `parse_param` reads."""
     if is_value(value):
         return str(value)
     if isinstance(value, str):
-        return text(parse("a parameter", value))
+        return text(parse_param("a parameter", value))
     value = np.asarray(value).tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
     return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def parse(what: str, value: str) -> Any:
+def parse_param(what: str, value: str) -> Any:
     """Parses a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
     wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
     return _no_word(what, read_value(what, value, CALLS, wrong=wrong))

@@ -141,7 +141,7 @@ class MuZero:
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
         choice = SearchedAction(action_type(action_space), policy)  # type: ignore[arg-type]
         buffer = unroll_buffer(observation, choice, self, may_be_absent=is_on_host(env))
-        search = searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
+        search = model_searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
         optimizer = make_optimizer(self, epsilon=1e-8)
 
         @fragment(role="learner")
@@ -181,7 +181,7 @@ class MuZero:
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
             """The result of a search without noise, which does not depend on its key."""
-            search = searcher(self, model, self.act_simulations, 0.0, discount)
+            search = model_searcher(self, model, self.act_simulations, 0.0, discount)
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
             keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
             return search(state.params, keys, obs)
@@ -291,7 +291,7 @@ def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = F
     )  # fmt: skip
 
 
-def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> ModelSearch:
+def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> ModelSearch:
     """Makes the search of a config in a model, with these settings; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ def without_agents(team: str, text: str) -> tuple[str, tuple[str, ...]]:
     return _AGENTS.sub(r"\1", text).replace(":,", ":").replace(",,", ",").rstrip(":,"), patterns
 
 
-def split(text: Any) -> tuple[str, str]:
+def split_team(text: Any) -> tuple[str, str]:
     """Splits the text of a team into its name and the rest."""
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
         raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
@@ -30,4 +30,4 @@ def split(text: Any) -> tuple[str, str]:
 
 def named_by(text: str) -> tuple[str, dict[str, Any]]:
     """Returns the algorithm's name and the fields in the text of a team; raises ValueError if the text is invalid."""
-    return parse_spec(without_agents(*split(text))[0], prefixes=True)
+    return parse_spec(without_agents(*split_team(text))[0], prefixes=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax.envs.suites import catalog
-from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
+from msrl_jax.report.curves import draw_curve, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
 from msrl_jax.run import recipes
 from msrl_jax.run.disk.folder import write_text
@@ -337,7 +337,7 @@ def _figure(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
     with styled():
         figure, (panel,) = figure_of(1)
         for number, (label, row) in enumerate(curves):
-            draw(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
+            draw_curve(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
         for row in about.published if len(curves) == 1 else ():
             panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row.get('about', row['score'])})")
         panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)

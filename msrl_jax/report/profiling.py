@@ -24,7 +24,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec
 from msrl_jax.report.profiles import PHASES, FragmentTime, Profile
 from msrl_jax.report.provenance import place_of
-from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record, without_overhead
+from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record_spans, without_overhead
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.prepare import make_experiment
@@ -180,7 +180,7 @@ class _Runner:
 
     def traced(self, count: int) -> _Traced:
         """Runs the iterations with a trace."""
-        spans, number = record(lambda: self._run(count))
+        spans, number = record_spans(lambda: self._run(count))
         return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
 
 

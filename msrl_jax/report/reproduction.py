@@ -21,7 +21,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.best_agents import BestAgents
-from msrl_jax.report.provenance import origin_of, sources
+from msrl_jax.report.provenance import origin_of, source_checksum
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
 from msrl_jax.run import recipes
 from msrl_jax.run.capacity import memory_of
@@ -245,7 +245,7 @@ def reproduce(
     record = _record(found, results, agents, origins)
     if there is None or len(record.seeds) >= len(there.seeds):  # never replace a record by one with fewer seeds
         record.write(target)
-    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
+    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {source_checksum()})
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:

@@ -137,7 +137,7 @@ def is_auto(policy: object) -> bool:
     return isinstance(policy, str) and policy.lower() == "auto"
 
 
-def resolved(
+def resolve_policy(
     policy: str | DistributionPolicy,
     experiment: Experiment,
     devices: Sequence[Device] | None,

@@ -29,7 +29,7 @@ from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.run import processes, recipes
-from msrl_jax.run.auto_policy import is_auto, resolved
+from msrl_jax.run.auto_policy import is_auto, resolve_policy
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.evaluation.history import stack_rows
 from msrl_jax.run.experiment.pbt import GivenPBT
@@ -197,7 +197,7 @@ def train(
             usual = saved.description["policy"] if saved else execution.default_policy(experiment)
             if saved and policy is None:
                 check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
-            where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
+            where = resolve_policy(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
             saver = None if path is None else Checkpoints(path, every, keep, recording)
@@ -229,7 +229,7 @@ def train(
         errors = _loop(run, hooks)
         result = _result(run)
         if path is not None and processes.is_first():
-            result = store.complete(result, path, next(iter(_unsaved(hooks)), None))
+            result = store.complete_folder(result, path, next(iter(_unsaved(hooks)), None))
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None

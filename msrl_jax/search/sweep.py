@@ -33,7 +33,7 @@ from msrl_jax.run.loop.callbacks import ProgressDisplay, choose_display
 from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
-from msrl_jax.search.sweep_result import SweepResult, write_table
+from msrl_jax.search.sweep_result import SweepResult, write_sweep_table
 from msrl_jax.search.trial_scheduler import SWEEP, Course
 
 
@@ -136,7 +136,7 @@ def sweep(
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
     shared = not is_on_host(base.environment)
     course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
-    trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, base.seed))
+    trials = [] if method == "optuna" else course.make(space.choose_trials(axes, method, num, base.seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(hooks.stop_requests(limit))
@@ -163,7 +163,7 @@ def sweep(
         runs, env = tuple(course.runs), course.base.env
         result = SweepResult(table, runs, status, reason, description, env, objects, folder=path)
         if path is not None and processes.is_first():
-            write_table(result, path)
+            write_sweep_table(result, path)
         processes.gathered("")  # keep all processes alive while one writes
     return result
 

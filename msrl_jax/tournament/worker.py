@@ -21,7 +21,7 @@ import numpy as np
 
 from msrl_jax import policies
 from msrl_jax.envs import Environment
-from msrl_jax.envs.params import describe as describe_params
+from msrl_jax.envs.params import params_text as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry

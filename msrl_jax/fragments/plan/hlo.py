@@ -221,7 +221,7 @@ def operations(module: Module, fragments: Collection[str]) -> dict[str, Operatio
       module: the program.
       fragments: the names of the fragments that it may hold.
     """
-    find = innermost(fragments)
+    find = fragment_finder(fragments)
     found: dict[str, Operation] = {}
     users: dict[str, str] = {}  # the operation that each computation is a part of
     inside: dict[str, str] = {}  # the computation that each operation is in
@@ -246,7 +246,7 @@ def _of(module: Module, find: Callable[[HloInstruction], str | None], made: HloI
     return next((fragment for fragment in reversed([*parts]) if fragment is not None), None)
 
 
-def innermost(fragments: Collection[str]) -> Callable[[HloInstruction], str | None]:
+def fragment_finder(fragments: Collection[str]) -> Callable[[HloInstruction], str | None]:
     """Finds the innermost of these fragments that an instruction is of; "" if it is of none, None if its text does not tell."""
     written: Mapping[str, str] = {_as_written(name): name for name in fragments}
     names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))

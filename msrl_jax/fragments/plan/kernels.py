@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from msrl_jax.fragments.plan.hlo import COLLECTIVES, HloInstruction, Module, innermost, nbytes_of
+from msrl_jax.fragments.plan.hlo import COLLECTIVES, HloInstruction, Module, fragment_finder, nbytes_of
 
 # These instructions name values, or wait for what another one has launched.
 _NOTHING = frozenset(
@@ -78,7 +78,7 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
     Returns:
       What is launched in every loop for every fragment, in the order of the program.
     """
-    fragment_of = innermost(fragments)
+    fragment_of = fragment_finder(fragments)
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.cpu_lowering import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.fragments.runtime.memory import MemoryCheck, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
@@ -63,7 +63,7 @@ class Request:
 
     def lower(self) -> Callable[[], jax.stages.Compiled]:
         """Traces and lowers the function; returns a function that compiles it."""
-        return lower(self.jitted, *self.args)
+        return lower_jitted(self.jitted, *self.args)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Executables:
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
         """Evaluates a jitted function once, and counts the time of tracing and compiling it."""
         with self.timed():
-            compiled = lower(jitted, *args)()
+            compiled = lower_jitted(jitted, *args)()
         return compiled(*args)
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ class _Clock:
             self.ready[c.result] = self.ready[c.body_in]
 
 
-def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
+def predict_time(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
     """Predicts the time of an iteration from the costs of its instructions.
 
     The host dispatches them in order; a program starts once its devices are free and its inputs are available.

@@ -152,7 +152,7 @@ class PBT:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the specification as plain data, for `read`."""
+        """Returns the specification as plain data, for `read_pbt`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"search": {name: param_distributions.text(x) for name, x in sorted(self.search.items())}}
 
@@ -162,7 +162,7 @@ GivenPBT: TypeAlias = PBT | Mapping[str, Any] | str
 `"members=8,every=20,learning_rate=log_uniform:1e-5:1e-2"`."""
 
 
-def read(given: GivenPBT) -> PBT:
+def read_pbt(given: GivenPBT) -> PBT:
     """Reads a specification."""
     if isinstance(given, PBT):
         return given
@@ -184,7 +184,7 @@ def read(given: GivenPBT) -> PBT:
 def _distribution(name: str, value: Any) -> ParamDistribution:
     """Returns a checked distribution, with Python numbers."""
     what = f"PBT.search[{name!r}]"
-    value = param_distributions.parse(what, value) if isinstance(value, str) else value
+    value = param_distributions.parse_param(what, value) if isinstance(value, str) else value
     if not isinstance(value, ParamDistribution):
         raise ValueError(
             f"{what}={shown(value)} is not a distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
@@ -242,7 +242,7 @@ def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[
         options = distribution.numbers
         if pbt.explore == "resample":
             which, draw = jax.random.split(key)
-            new = param_distributions.draw(distribution, draw, _NUMBER, ())
+            new = param_distributions.draw_param(distribution, draw, _NUMBER, ())
             return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
         up = jax.random.bernoulli(key)
         if distribution.kind == "choice":

@@ -142,7 +142,7 @@ class Guard:
     def earlier(self, run: Run) -> tuple[Any, int, int]:
         """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
         checkpoint, or the initial state."""
-        for saved in [] if run.path is None else checkpoint.complete(run.path):
+        for saved in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
             if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
             with contextlib.suppress(checkpoint.CheckpointError):
