@@ -29,7 +29,7 @@ from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tu
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import (
     Batch,
     Learner,

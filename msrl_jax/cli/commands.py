@@ -215,7 +215,7 @@ def explain(
         use_cpu_devices(max(1, *map(cpus_of, devices)))
     from msrl_jax import policies
     from msrl_jax.fragments.plan.picture import page_of
-    from msrl_jax.policies.base import spec
+    from msrl_jax.policies.helpers import spec
     from msrl_jax.report.scaling import format_plans, plans
     from msrl_jax.run.auto_policy import choose_policy, is_auto
     from msrl_jax.run.disk.folder import write_text

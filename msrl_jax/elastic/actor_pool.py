@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.elastic import tls, wire
-from msrl_jax.elastic.packing import ActorSender, Packing
+from msrl_jax.elastic.parameter_messages import ActorSender, Packing
 from msrl_jax.elastic.split_program import SplitProgram
 from msrl_jax.elastic.unroll_log import UnrollLog
 from msrl_jax.elastic.wire import Peer, WireError

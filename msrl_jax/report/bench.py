@@ -16,7 +16,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
-from msrl_jax.policies.base import spec
+from msrl_jax.policies.helpers import spec
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.spec import Experiment

@@ -11,7 +11,7 @@ from msrl_jax.fragments.plan.topologies import plan_devices
 from msrl_jax.fragments.runtime.memory import planning_for
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.terminal import table
-from msrl_jax.policies.base import spec
+from msrl_jax.policies.helpers import spec
 from msrl_jax.run.prepare import make_experiment
 
 

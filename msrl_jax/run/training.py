@@ -27,7 +27,7 @@ from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.policies.helpers import spec as policy_text
 from msrl_jax.run import processes, recipes
 from msrl_jax.run.auto_policy import is_auto, resolve_policy
 from msrl_jax.run.disk import folder, store

@@ -24,7 +24,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.policies.helpers import spec as policy_text
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields

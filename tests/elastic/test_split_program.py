@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.elastic.packing import ActorSender, Packing, apply_changes
+from msrl_jax.elastic.parameter_messages import ActorSender, Packing, apply_changes
 from msrl_jax.elastic.split_program import split_program
 from tests.support.runs import plain
 from tests.support.slow import slow_unless
