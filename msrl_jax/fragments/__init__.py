@@ -14,7 +14,7 @@ and metrics.py. `compile` calls the passes in this order:
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     workarounds   passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
-    lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
+    lower         runtime/lower.py         Schedule -> compiled programs (by compile_program.py) and shardings (on first use)
 
 passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `HostLoop` (runtime/host_loop.py) runs the instructions with an `Executor` (runtime/execute.py). If one placement holds the

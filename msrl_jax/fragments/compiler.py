@@ -17,7 +17,7 @@ from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.passes.validate import check_graph, check_meshes, check_settings
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.lower import prepare_for_placement
+from msrl_jax.fragments.runtime.compile_program import prepare_for_placement
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")

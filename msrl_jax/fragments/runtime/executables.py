@@ -168,6 +168,11 @@ def replicated(value: Value) -> NamedSharding:
     return NamedSharding(value.placement.mesh, PartitionSpec())
 
 
+def argument(value: Value, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """A value as an argument of a request."""
+    return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding, weak_type=value.aval.weak_type)
+
+
 class MemoryCheckedJit:
     """A jitted function that raises ValueError instead of running if its program exceeds the memory of its devices."""
 

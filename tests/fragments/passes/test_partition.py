@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Move, RunProgram, walk
-from msrl_jax.fragments.passes.placing import Placing
+from msrl_jax.fragments.passes.placing import Places
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
 
@@ -90,8 +90,8 @@ def test_free_values_are_computed_where_they_are_needed():
 
 def test_chains_of_keys_are_placed_in_one_pass(monkeypatch):
     visits = []
-    inner = Placing.needed_at
-    monkeypatch.setattr(Placing, "needed_at", lambda *args: visits.append(1) or inner(*args))
+    inner = Places.needed_at
+    monkeypatch.setattr(Places, "needed_at", lambda *args: visits.append(1) or inner(*args))
 
     def visits_of(splits):
         def glue(key, params, x):
