@@ -21,13 +21,12 @@ from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.naming import reference
-from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make
 from msrl_jax.registry.table import ALGORITHMS
-from msrl_jax.registry.team_text import split_team, without_agents
+from msrl_jax.registry.team_text import read_algorithm, split_team, write_agents
 
 RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
@@ -111,7 +110,7 @@ class TeamSpec:
     @property
     def text(self) -> str:
         """Returns the team as `TEAM=ALGORITHM:field=value,...`."""
-        fields = ["agents=" + "|".join(self.patterns)] if self.patterns else []
+        fields = [write_agents(self.patterns)] if self.patterns else []
         changed = _changed(self.config) if self.config else {}
         for name, value in changed.items():
             if is_object(value) and not isinstance(said := reference(value), str):
@@ -131,8 +130,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
     where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
     kind: Any = None
     if isinstance(algorithm, str):
-        text, patterns = without_agents(team, algorithm)
-        name, fields = parse_spec(text, prefixes=True)
+        name, fields, patterns = read_algorithm(team, algorithm)
         if name in ALGORITHMS or ":" in name or files.is_file(name):
             kind = get(name)
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):

@@ -64,7 +64,12 @@ def ramp(start: Any, end: Any, steps: int) -> ParamRamp:
     return ParamRamp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
-CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}  # in text
+def _choice(*options: Any) -> ParamDistribution:
+    """As in text: `choice:1:2` or `choice([1, 2])`."""
+    return choice(options[0] if len(options) == 1 and isinstance(options[0], list | tuple) else options)
+
+
+CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": _choice, "ramp": ramp}  # in text
 
 
 def is_value(x: Any) -> bool:
