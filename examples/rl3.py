@@ -103,7 +103,7 @@ def figure(found: dict[str, dict[str, np.ndarray]], limits: dict[str, float], ho
         for panel, (name, limit) in zip(panels, limits.items(), strict=True):
             for number, (algorithm, rows) in enumerate(found.items()):
                 middle = (np.arange(4) + 0.5) * horizon / 4
-                curves.draw(panel, algorithm, number, *curves.mean_curve(middle, rows[name].T))
+                curves.draw_curve(panel, algorithm, number, *curves.mean_curve(middle, rows[name].T))
             panel.axhline(limit, color="gray", lw=1, ls=":", label="task known")
             panel.set(title=name, xlabel="step of the meta-episode", ylabel="reward per step")
         return curves.svg_of(curves.finished(drawn))

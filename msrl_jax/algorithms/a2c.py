@@ -31,7 +31,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
-from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
+from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, advantages_and_targets
 from msrl_jax.losses.policy_gradient import policy_gradient_loss
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_value_inputs, values
@@ -178,7 +178,7 @@ def advantage_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
-    advantage, _, target, _ = estimate(config, t, jax.lax.stop_gradient(value), bootstrap_value)
+    advantage, _, target, _ = advantages_and_targets(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.valid),
         "value_loss": mean(value_loss(value, target), t.valid),

@@ -33,8 +33,8 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.buffers import n_step_buffer
 from msrl_jax.loops.data_field import check_data
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import (
     Batch,
     Learner,

@@ -58,7 +58,7 @@ class IMPALAState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-class Batch(NamedTuple):
+class UnrollBatch(NamedTuple):
     """The data of one update."""
 
     trajectory: Trajectory  # [T, E, ...]
@@ -157,7 +157,7 @@ class IMPALA:
         def complete(params, final_obs, value_inputs):
             return values(network, params, final_obs, value_inputs)
 
-        def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
+        def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, UnrollBatch, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
@@ -172,7 +172,7 @@ class IMPALA:
             bootstrap_value = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
-            batch = Batch(trajectory, obs, bootstrap_value, version, state.carry)
+            batch = UnrollBatch(trajectory, obs, bootstrap_value, version, state.carry)
             env_state, episodes = pop_episodes(env_state)
             carry = reset_carry(is_first, carry)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, carry=carry), batch, episodes
@@ -182,7 +182,7 @@ class IMPALA:
             first = Progress(counter(), None, jnp.uint32(0))
             example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
             batch_axes = logical_axes(
-                Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
+                UnrollBatch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
                 carry=P("env"),
             )  # fmt: skip
             queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)

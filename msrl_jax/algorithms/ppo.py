@@ -35,7 +35,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
-from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
+from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, advantages_and_targets
 from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
 from msrl_jax.networks.unrolls import Carry, reset_carry
@@ -138,7 +138,7 @@ class PPO:
         def estimate_advantages(params, size, t, value_inputs, final_obs, last_value_inputs):
             value = values(network, params, t.obs, value_inputs)
             bootstrap_value = values(network, params, final_obs, last_value_inputs)
-            advantage, value, target, size = estimate(self, t, value, bootstrap_value, size)
+            advantage, value, target, size = advantages_and_targets(self, t, value, bootstrap_value, size)
             return size, (t, advantage, value, target)
 
         @fragment(role="learner")

@@ -64,7 +64,7 @@ class PQNState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-class Experience(NamedTuple):
+class QTrajectory(NamedTuple):
     """The steps of an unroll; every leaf is `[T, E, ...]`."""
 
     obs: jax.Array  # before every action
@@ -205,7 +205,7 @@ class PQN:
                 env_state, obs, is_first, carry = before
                 action, carry = explore(state.params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.valid)
+                experience = QTrajectory(obs, action, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)

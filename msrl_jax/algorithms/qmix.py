@@ -51,7 +51,7 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.agent_values import agent_values
 from msrl_jax.networks.mixers import monotonic_mixer, sum_mixer

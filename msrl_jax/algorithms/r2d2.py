@@ -50,7 +50,7 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, value_heads
 from msrl_jax.networks.recurrent import recurrent_network

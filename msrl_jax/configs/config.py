@@ -30,7 +30,7 @@ CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core,
 # also NAME:parameter=value,...; or an optax.GradientTransformation, or its MODULE:NAME
 OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Normalization = Literal["minibatch", "batch", "none"]
-Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
+CodecName = Literal["bfloat16", "uint8", "scaled_uint8"]
 Actions = Literal["discrete", "integers", "bounded", "unbounded"]  # the last two are of floats
 ALL_ACTIONS: tuple[Actions, ...] = typing.get_args(Actions)
 

@@ -11,7 +11,7 @@ import jax
 
 from msrl_jax.configs.checking import check_unused
 from msrl_jax.envs import Environment, Space
-from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import Batch
 from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network

@@ -98,7 +98,7 @@ def lru(size: int) -> Core:
     return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),) * 2, step, unroll, size)
 
 
-Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+ScanFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`."""
 
 
@@ -131,7 +131,7 @@ def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+def recurrence(scan: ScanFunction, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
     """Computes the recurrence with a scan; its gradient is a recurrence with the same scan."""
     return scan(decay, inputs, start)
 

@@ -18,7 +18,7 @@ import optax
 
 from msrl_jax.agents import schedules
 from msrl_jax.agents.agent import Agent
-from msrl_jax.agents.optimizers import NAMED, Named
+from msrl_jax.agents.optimizers import NAMED, OptimizerSpec
 from msrl_jax.agents.transformations import scheduled
 from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.classes import check_together
@@ -82,7 +82,7 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
     return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
-def check(config: Any) -> dict[str, schedules.Schedule]:
+def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
     """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
     for name, f in all_fields(config).items():
         value, tunable = value_of(config, name), f.metadata.get("tunable")
@@ -102,7 +102,7 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
     found = schedules.check(config)
     usual = {name: f.default for name, f in all_fields(config).items() if name in found}
     for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
-        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
+        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.RampSchedule)}
         for part in with_options(with_traced(config, usual | ramps)):
             check_together(part)
     return found
@@ -192,9 +192,9 @@ def _is_optimizer(value: Any) -> bool:
     return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
 
 
-def _named_optimizer(text: str) -> Named:
+def _named_optimizer(text: str) -> OptimizerSpec:
     name, _, parameters = text.partition(":")
-    return Named(name, tuple(read_values(parameters, wrong=parameters).items()))
+    return OptimizerSpec(name, tuple(read_values(parameters, wrong=parameters).items()))
 
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:

@@ -9,7 +9,7 @@ import numpy as np
 
 from msrl_jax._files import as_path
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
+from msrl_jax.report.curves import draw_curve, figure_of, finished, mean_curve, styled
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.history import in_words
@@ -51,7 +51,7 @@ def plot_runs(
         raise ValueError(f"x={x!r}: use {' or '.join(map(repr, _X))}")
     if path is not None:
         check_target("figure", as_path("path", path), (".pdf", ".svg", ".png"))
-    found = named(runs)
+    found = runs_by_name(runs)
     shown = shown_of(found, metrics)
     if not shown:
         raise ValueError("these runs have no returns yet; choose columns of their histories with metrics=[...]")
@@ -73,7 +73,7 @@ def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
     return list(metrics) or usual(found.values())
 
 
-def named(runs: Any) -> dict[str, Outcome]:
+def runs_by_name(runs: Any) -> dict[str, Outcome]:
     """Returns the runs by name: the mapping's key, the folder's name (its path if ambiguous), or what was trained."""
     names = list(map(str, runs)) if isinstance(runs, Mapping) else []
     given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
@@ -130,7 +130,7 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
                 if (points := _points(group, metric, _X[x])) is not None:
                     of_members = any(np.ndim(run.history.get(metric, 0)) > 1 or run.members == 1 for run, _ in group.parts)
                     words = [group.names, group.label * of_members, "lowest to highest" * (group.mixed and of_members)]
-                    draw(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
+                    draw_curve(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
             units = dict.fromkeys(run.unit for run in runs.values())
             panel.set(ylabel=metric.replace("_", " "), xlabel=" or ".join(units) if x == "steps" else "seconds")
             panel.set_title(env if len(environments) > 1 else "")

@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.host_simulators import HostStep, HostVectorized, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless
@@ -75,7 +75,7 @@ class Walks:
                 reward, terminated, truncated = np.where(valid, reward, 0), terminated & valid, truncated | ~valid
             self.steps += 1
             self.reset(envs[terminated | truncated], None)
-            return Outcome(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, valid)
+            return HostStep(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, valid)
 
         return finish
 

@@ -15,7 +15,7 @@ from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.sequences import sequence_buffer
+from msrl_jax.loops.sequence_replay import sequence_buffer
 from msrl_jax.losses.sequences import rescale, sequence_priority, unrescale
 from msrl_jax.networks.q_network import value_heads
 from msrl_jax.networks.recurrent import recurrent_network

@@ -12,7 +12,7 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS, TRAIN
-from msrl_jax.cli.options import Part
+from msrl_jax.cli.options import OptionGroup
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.prepare import make_experiment
@@ -33,7 +33,7 @@ def parsed(command, *words):
 
 def split(given):
     """The arguments of `train` in what the command gets, and the fields of the config."""
-    known = {option.name for option in Part(TRAIN).options()} | COMMANDS["train"].options().keys()
+    known = {option.name for option in OptionGroup(TRAIN).options()} | COMMANDS["train"].options().keys()
     return tuple({name: x for name, x in given.items() if (name in known) == own} for own in (True, False))
 
 

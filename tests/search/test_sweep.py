@@ -21,7 +21,7 @@ from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.run import Experiment, RunFolderError, capacity
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search import trial_scheduler
-from msrl_jax.search.space import Trial, choose
+from msrl_jax.search.space import Trial, choose_trials
 from tests.support import processes
 
 from .test_space import axes_of
@@ -111,7 +111,7 @@ def test_the_command_trains_the_best_setting(swept, tiny):
 
 
 def test_numbers_of_the_command_are_exact(tiny):
-    (rate,) = (row["learning_rate"] for row in choose(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
+    (rate,) = (row["learning_rate"] for row in choose_trials(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
     assert len(repr(rate)) > 15
     about = {
         "algorithm": "ppo", "class": "msrl_jax.algorithms.ppo:PPO", "env_spec": ENV, "policy": "GPUOnly", "seed": 0,

@@ -72,7 +72,7 @@ class _Box:
         return _LINE * (len(self.rows) + 1) + 12
 
 
-def svg_of(plan: Plan) -> str:
+def plan_svg(plan: Plan) -> str:
     """Draws a plan.
 
     Args:
@@ -115,7 +115,7 @@ def svg_of(plan: Plan) -> str:
 def page_of(plans: Sequence[Plan], title: str) -> str:
     """A self-contained page with plans next to each other, each followed by its text."""
     figures = [
-        f"<figure>{svg_of(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
+        f"<figure>{plan_svg(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
         "</figcaption></figure>"
         for plan in plans
     ]

@@ -78,11 +78,11 @@ def export(
     steps = int(result.history["step"][-1]) if len(result.history["step"]) else 0
     about |= {"run": result.folder, "member": number, **result.settings[number], "steps": steps, "sample": sample}
     with one_at_a_time:
-        policy = policy_of(result.behavior, result.acting_state(number), sample)
+        policy = exported_policy(result.behavior, result.acting_state(number), sample)
         return write(policy, as_path("path", path), about, batch)
 
 
-def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
+def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
     """Makes the policy from one member's state."""
     leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
