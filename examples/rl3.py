@@ -23,7 +23,7 @@ from msrl_jax.report import curves
 
 SETTINGS = {
     "num_envs": 32, "learning_rate": 3e-3, "anneal_learning_rate": True, "discount": 0.9,
-    "gae_lambda": 0.3, "hidden_sizes": (64,), "memory_size": 64,
+    "gae_lambda": 0.3, "hidden_sizes": (64,),
 }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -39,6 +38,7 @@ from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_value
 from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
 from msrl_jax.returns.means import mean, standardize
@@ -93,8 +93,7 @@ class IMPALA:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     vtrace_lambda: Tunable = tunable(
         default=0.95, low=0, high=1, doc="decay of traces, in addition to the discount. Usual: 1, or 0.95."
     )

@@ -11,7 +11,7 @@ network; without it, every agent has its own network, gradient and optimizer.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     Normalization,
     OptimizerKind,
@@ -47,6 +46,7 @@ from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae
@@ -103,8 +103,7 @@ class IPPO:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
     central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")

@@ -5,7 +5,7 @@ Layer normalization keeps the values from diverging. In the shape descriptions, 
 of some environments, and gradients flow back to the first step.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -45,6 +44,7 @@ from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
@@ -103,8 +103,7 @@ class PQN:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized (LayerNorm). Usual: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer; "min_gru" is fastest. Usual: "none", "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer; "min_gru" is fastest. Usual: None, "gru".')
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: False.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: False.")
 

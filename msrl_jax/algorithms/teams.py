@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.agents.transformations import scheduled
 from msrl_jax.configs.choices import written
+from msrl_jax.configs.classes import fields_of
 from msrl_jax.configs.config import config, field
 from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
@@ -111,7 +112,7 @@ class TeamSpec:
     def text(self) -> str:
         """Returns the team as `TEAM=ALGORITHM:field=value,...`."""
         fields = [write_agents(self.patterns)] if self.patterns else []
-        changed = _changed(self.config) if self.config else {}
+        changed = fields_of(self.config) if self.config else {}
         for name, value in changed.items():
             if is_object(value) and not isinstance(said := reference(value), str):
                 raise ValueError(f"team {self.name!r} has {said['object']} as {name}; teams are text, so give MODULE:NAME")
@@ -134,7 +135,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
         if name in ALGORITHMS or ":" in name or files.is_file(name):
             kind = get(name)
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
-        kind, fields, patterns = type(algorithm), _changed(algorithm), ()
+        kind, fields, patterns = type(algorithm), fields_of(algorithm), ()
         name = kind.name
     else:
         raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
@@ -151,12 +152,6 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
         return TeamSpec(team, patterns, make(kind, fields | shared))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _changed(config: Any) -> dict[str, Any]:
-    """Returns the fields of a config that differ from the defaults."""
-    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
-    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def members_of(agents: tuple[str, ...], entries: list[TeamSpec], env: str) -> dict[str, tuple[int, ...]]:

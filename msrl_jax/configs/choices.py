@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform, overload
 
 from msrl_jax.configs.classes import class_of_fields, fields_of
+from msrl_jax.configs.deferred import is_object
 from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.naming import is_path
 from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
 
 T = TypeVar("T")
@@ -34,7 +36,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
 
     The class declares fields, as a config does. It may have a method `check()`, which raises ValueError if they contradict each
     other, and a method `check_config(config)`, which does so if they contradict other fields of the config. Its text is
-    `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`.
+    `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`, unless it has an attribute `option`, another name.
 
     Args:
       cls: the class.
@@ -53,7 +55,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
 
 def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     """Makes a class an option, and registers it as one of each protocol."""
-    cls.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    cls.option = vars(cls).get("option") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     cls.read = staticmethod(read)
     cls.__str__ = lambda self: text(self)
     made = class_of_fields(cls, f"the option {cls.__name__}")
@@ -68,11 +70,22 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
 
 
 def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
-    """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them."""
+    """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them.
+
+    If the field accepts `Any`, custom objects and their MODULE:NAME are returned as they are.
+    """
+    if Any in parts_of(field.type) and _is_custom(value, field):
+        return value
     value = read_option(where, value, field) if isinstance(value, str | Call) else value
     if not isinstance(value, (*choices(field), *[type(None)] * (type(None) in parts_of(field.type)))):
         raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
     return value
+
+
+def _is_custom(value: Any, field: dataclasses.Field[Any]) -> bool:
+    if isinstance(value, str):
+        return is_path(value) and value.partition(":")[0] not in [kind.option for kind in choices(field)]
+    return is_object(value) and not is_option(value)
 
 
 def text(option: Any, *, whole: bool = False) -> str:
@@ -90,7 +103,7 @@ def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
 
 def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
-    if given == "None" and type(None) in parts_of(field.type):
+    if given in ("None", "none") and type(None) in parts_of(field.type):
         return None
     try:
         call = read_call(given) if isinstance(given, str) else given
@@ -112,7 +125,9 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
 
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
-    return "one of " + ", ".join([*(kind.option for kind in choices(field)), *["None"] * (type(None) in parts_of(field.type))])
+    others = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
+    known = [kind.option for kind in choices(field)]
+    return "one of " + ", ".join([*known, *(words for kind, words in others.items() if kind in parts_of(field.type))])
 
 
 @contextlib.contextmanager

@@ -91,3 +91,11 @@ def kinds(field: dataclasses.Field[Any]) -> list[Any]:
 def choices(field: dataclasses.Field[Any]) -> list[Any]:
     """Returns the options that a field accepts."""
     return [kind for kind in kinds(field) if is_option(kind)]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field; that of a field with options may be text."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    options = choices(field) if isinstance(field.default, str) else []
+    return options[0].read(field.name, field.default, field) if options else field.default

@@ -24,6 +24,7 @@ from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.classes import check_together
 from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.fields import is_option
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.configs.replacing import with_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
@@ -31,9 +32,9 @@ from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.loops.recurrence import ReplayedCore
-from msrl_jax.networks.cores import as_core, core_remedy, named_core
-from msrl_jax.networks.modules import as_network, is_name
+from msrl_jax.loops.recurrence import ResolvedCore
+from msrl_jax.networks.cores import as_core
+from msrl_jax.networks.modules import as_network
 from msrl_jax.registry.table import ALGORITHMS
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
@@ -66,10 +67,10 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
 def objects(config: Any) -> Any:
     """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
     own: dict[str, Any] = {}
-    if not is_name(network := getattr(config, "network", "auto")):
+    if not isinstance(network := getattr(config, "network", "auto"), str) or ":" in network:
         own["network"] = as_network(network)
-    if (core := getattr(config, "core", "none")) != "none":
-        own["core"] = ReplayedCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
+    if (core := getattr(config, "core", None)) is not None:
+        own["core"] = ResolvedCore(core.make if is_option(core) else as_core(core))
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
         own["optimizer"] = _own_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
@@ -88,8 +89,6 @@ def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
         value, tunable = value_of(config, name), f.metadata.get("tunable")
         if name == "optimizer" and _has_optimizer(config):
             remedy = _optimizer_remedy(value)
-        elif name == "core" and not tunable:
-            remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_deferred(value):
@@ -116,9 +115,7 @@ def check_fits(config: Any) -> None:
     if is_deferred(rate := getattr(config, "learning_rate", None)):
         check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is not a number")
     if (core := getattr(config, "core", None)) is not None:
-        because = f"with core={checks.name_of(core)}"
-        check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)
-        check_unused(config, ("shared_torso",) if core != "none" else (), because)
+        check_unused(config, ("shared_torso",), f"with core={checks.name_of(core)}")
     if not getattr(config, "share_parameters", True):
         check_unused(config, ("agent_ids",), "with share_parameters=False")
 

@@ -22,7 +22,7 @@ from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "replay.capacity": 512, "replay.learning_starts": 128, "num_updates": 2}
-MEMORY = {"memory_size": 8}
+MEMORY = {"core.size": 8}
 CONFIGS = {
     "ppo": SMALL | {"num_epochs": 2, "num_minibatches": 2, "normalize_observations": True},
     "recurrent_ppo": SMALL | MEMORY | {"num_epochs": 1, "num_minibatches": 2},

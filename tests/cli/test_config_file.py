@@ -118,7 +118,7 @@ def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     ("words", "message"),
     [
         (["--learning-rate", "1e-3,-1"], "member 1 (learning_rate=-1): PPO.learning_rate=-1.0: use a finite number above 0"),
-        (["--algo", "sac", "--burn-in", "2"], "SAC.burn_in has no effect with core='none'; leave it out"),
+        (["--algo", "sac", "--burn-in", "2"], "SAC.burn_in has no effect without a core; leave it out"),
         (["--pbt", "members=1,learning_rate=uniform:1e-4:1e-3"], "PBT.members=1: use an integer of at least 2"),
         (["--policy", "GPUOnlyy"], "GPUOnly"),
     ],

@@ -21,8 +21,8 @@ ROWS = 1000
 TEAM = "jaxmarl:MPE_simple_spread_v3"
 LOCK = "tests.support.lock:Lock"
 OTHERS = {
-    "recurrent_ppo+lstm": {"core": "lstm", "memory_size": 16}, "ppo+normal": {"normalize_observations": True},
-    "mappo+gru": {"core": "gru", "memory_size": 16}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
+    "recurrent_ppo+lstm": {"core": "lstm:16"}, "ppo+normal": {"normalize_observations": True},
+    "mappo+gru": {"core": "gru:16"}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
 }  # fmt: skip
 FAST = [("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1")]
 SLOW = [
