@@ -55,18 +55,18 @@ def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
 
 @option(of=CoreKind)
 class GRU:
-    """Gates depend on the last output (Cho et al., 2014, arXiv 1406.1078); one product per step, as in cuDNN."""
+    """A gated recurrent unit, whose gates depend on the last output (Cho et al., 2014, arXiv 1406.1078)."""
 
     size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
 
     def make(self, input_size: int) -> Core:
-        """Makes the core; the reset gate follows the recurrent matrix."""
+        """Makes the core; the reset gate follows the recurrent matrix, as in cuDNN: one product per step."""
         return _stepwise(Cell((0.0, 0.0, 0.0), 1, _gru), self.size)
 
 
 @option(of=CoreKind)
 class LSTM:
-    """Gates depend on the last output, which is not the whole state (Gers et al., 2000, doi 10.1162/089976600300015015)."""
+    """A long short-term memory, whose gates depend on the last output (Gers et al., 2000)."""
 
     size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
 

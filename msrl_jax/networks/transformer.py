@@ -25,7 +25,7 @@ class GTrXL:
 
     option = "gtrxl"
 
-    size: int = field(default=64, doc="size of the network, an even multiple of `heads`. Usual: 64 to 512.")
+    size: int = field(default=64, doc="size of the state, in gtrxl an even multiple of `heads`. Usual: 64 to 512.")
     layers: int = field(default=2, doc="layers of attention. Usual: 1 to 12.")
     heads: int = field(default=4, doc="attention heads per layer. Usual: 4 to 8.")
     context: int = field(default=64, doc="previous steps that a layer sees. Usual: 16 to 512.")

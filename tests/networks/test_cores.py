@@ -10,6 +10,7 @@ from msrl_jax import envs
 from msrl_jax.algorithms import GRU, LRU, LSTM, PPO, R2D2, GTrXL, MinGRU, make
 from msrl_jax.configs.fields import is_option
 from msrl_jax.networks.cores import as_core
+from msrl_jax.registry.resolve import objects
 from msrl_jax.run.experiment.plain_data import plain_fields
 from msrl_jax.search.space import read_axes
 from tests.support.modules import Fading
@@ -102,7 +103,7 @@ def test_what_does_not_fit_is_refused_in_words(what):
 CORES = [GRU(8), LSTM(), MinGRU(3), LRU(), GTrXL(128, context=8), "tests.support.modules:Fading", nn.GRUCell(8), Fading(), None]
 
 
-@pytest.mark.parametrize("core", CORES, ids=repr)
+@pytest.mark.parametrize("core", CORES)
 def test_the_core_of_a_config_is_an_option_a_custom_object_its_name_or_none(core):
     config, from_files = PPO(core=core), [plain_fields({"core": core})["core"]]
     if isinstance(core, str | None) or is_option(core):
@@ -146,6 +147,9 @@ def test_what_is_no_core_is_refused_with_its_place_and_a_remedy(fields, message)
         R2D2(core=None)
 
 
-def test_a_config_alone_imports_no_core():
-    with pytest.raises(ValueError, match=r"core='cores:own' is not resolved yet; call msrl_jax\.algorithms\.build"):
-        PPO(core="cores:own").build(envs.make("CartPole-v1"))
+def test_a_config_alone_makes_no_core():
+    for core, message in (("cores:own", r"core='cores:own' is not resolved yet; call"), ("gru", "core=GRU is made by")):
+        with pytest.raises(ValueError, match=rf"{message} msrl_jax\.algorithms\.build"):
+            PPO(core=core).build(envs.make("CartPole-v1"))
+    resolved = objects(PPO(core="gru")).core
+    assert PPO(core=resolved).core is resolved  # so that the build of one config may make another
