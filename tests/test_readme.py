@@ -1,6 +1,7 @@
 """The README and its pages tell the truth: their commands, their Python, their tables, their links and the plan."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -24,7 +25,9 @@ from msrl_jax import cli, envs
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
+from msrl_jax.configs.fields import choices
 from msrl_jax.configs.names import tunable_fields
+from msrl_jax.configs.replay_options import Prioritized
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
 from msrl_jax.registry.table import ALGORITHMS as REGISTRY
@@ -222,6 +225,15 @@ def test_the_table_names_the_algorithms():
     table = SECTIONS[ALGORITHMS, "The algorithms"]
     names = "".join(re.findall(r"^\| (`\w+`.*?) \|", table, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", names)) == set(msrl.algorithms.names())
+
+
+def test_the_table_names_the_options():
+    fields = {field for name in msrl.algorithms.names() for field in dataclasses.fields(msrl.algorithms.get(name))}
+    kinds = {kind for field in fields for kind in choices(field)} | {Prioritized}
+    named = re.findall(r"`(\w+)\((.*?)\)`", SECTIONS[ALGORITHMS, "Options"].partition("\nA field takes")[0])
+    assert {name for name, _ in named} == {kind.__name__ for kind in kinds}
+    options = {kind.__name__: ", ".join(f.name for f in dataclasses.fields(kind)) for kind in kinds}
+    assert all(arguments in ("...", options[name]) for name, arguments in named)
 
 
 def test_returns_and_losses_are_named_and_documented_with_their_shapes():
