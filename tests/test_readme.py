@@ -244,11 +244,8 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    tables = [p for p in PAGES[OWN_ALGORITHM].split("\n\n") if p.startswith("| of `msrl.")]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", "\n".join(tables), re.MULTILINE))
-    assert {name: re.split("[,;] ", row) for name, row in rows.items()} == {
-        name: list(inspect.signature(function).parameters) for name, function in functions.items()
-    }
+    listed = re.findall(r"^- `msrl\.\w+`.*?\.$", PAGES[OWN_ALGORITHM], re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", "".join(listed))) == set(functions)
     for name, function in functions.items():
         arguments, _, results = inspect.getdoc(function).partition("\nReturns:")
         entries = dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|^\w|\Z)", arguments, re.MULTILINE | re.DOTALL))
