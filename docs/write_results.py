@@ -30,14 +30,13 @@ SPEED = {
 }  # fmt: skip
 """The rows of `results.md` by the table that they are from; one for each algorithm, the best and the worst."""
 SCALING = (
-    *(f"ppo, `{policy}`" for policy in ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "Central")),
-    *("dqn, `GPUOnly`", "dqn, `SingleLearnerCoarse`", "mappo, `Environments`", "es, `GPUOnly`"),
+    *(f"ppo, `{policy}`" for policy in ("GPUOnly", "SingleLearnerCoarse", "Central")),
+    *("dqn, `SingleLearnerCoarse`", "mappo, `Environments`", "es, `GPUOnly`"),
 )
 RECIPES = (
-    "a2c-cartpole", "a3c-cartpole", "apex_dqn-cartpole", "ddpg-pendulum", "dqn-cartpole", "dqn-spaceinvaders", "es-cartpole",
-    "impala-spaceinvaders", "ippo-spread", "mappo-spread", "muzero-cartpole", "ppo-cartpole", "ppo-breakout", "ppo-craftax",
-    "ppo-halfcheetah", "ppo-hopper", "ppo_rnd-doorkey", "pqn-breakout", "qmix-spread", "r2d2-cartpole",
-    "recurrent_ppo-cartpole", "sac-pendulum", "td3-pendulum", "vdn-spread",
+    "dqn-spaceinvaders", "es-cartpole", "impala-spaceinvaders", "mappo-spread", "muzero-cartpole", "ppo-cartpole",
+    "ppo-breakout", "ppo-craftax", "ppo-halfcheetah", "ppo-hopper", "ppo_rnd-doorkey", "pqn-breakout", "qmix-spread",
+    "r2d2-cartpole", "sac-pendulum", "td3-pendulum",
 )  # fmt: skip
 
 
