@@ -8,6 +8,7 @@ import msrl_jax as msrl
 from msrl_jax._rooms import rooms
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import REQUIRED, arguments_of
+from msrl_jax.configs.fields import choices
 from msrl_jax.configs.names import all_fields
 
 THEMES = {
@@ -41,6 +42,7 @@ def write(folder: Path) -> None:
     """Writes all pages into a folder, and changes none that is as it was."""
     pages = {f"algorithms/{name}": algorithm_page(name) for name in msrl.algorithms.names()}
     pages["algorithms/index"] = index_of("Algorithms", "A page for each, with all fields.", sorted(msrl.algorithms.names()))
+    pages["algorithms/index"] += fields_table()
     pages |= {"train": train_page(), "command_line": command_page(), "api": api_page()}
     for name, text in pages.items():
         path = folder / f"{name}.md"
@@ -82,6 +84,22 @@ def algorithm_page(name: str) -> str:
     lines += ["", "*Tunable* fields may have a value for each member of one program; most of them may be schedules."]
     if (Path(__file__).parent / "results" / f"{name}.md").exists():
         lines += ["", f"[Curves, and what the recipes reach](../../results/{name}.md)."]
+    return "\n".join(lines) + "\n"
+
+
+def fields_table() -> str:
+    """The fields that several algorithms have, with their options: which algorithms have which."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for algorithm in sorted(msrl.algorithms.names()):
+        for field in dataclasses.fields(msrl.algorithms.get(algorithm)):
+            kinds = [f"`{kind.__name__}({', '.join(f.name for f in dataclasses.fields(kind))})`" for kind in choices(field)]
+            found.setdefault((field.name, ", ".join(kinds)), []).append(algorithm)
+    lines = ["", "## Fields of several algorithms", "", "| field | algorithms | options |", "|---|---|---|"]
+    shared = sorted(found.items(), key=lambda item: -len(item[1]))
+    for (name, options), owners in shared:
+        missing = [algorithm for algorithm in sorted(msrl.algorithms.names()) if algorithm not in owners]
+        where = ", ".join(owners) if len(owners) < len(missing) else f"all except {', '.join(missing)}"
+        lines += [f"| `{name}` | {where} | {options} |"] * (len(owners) > 1)
     return "\n".join(lines) + "\n"
 
 

@@ -29,15 +29,10 @@ SPEED = {
     "pgx": ("alphazero pgx:connect_four 128 x 16, 8 x 256",),
 }  # fmt: skip
 """The rows of `results.md` by the table that they are from; one for each algorithm, the best and the worst."""
-SCALING = (
-    *(f"ppo, `{policy}`" for policy in ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "Central")),
-    *("dqn, `GPUOnly`", "dqn, `SingleLearnerCoarse`", "mappo, `Environments`", "es, `GPUOnly`"),
-)
 RECIPES = (
-    "a2c-cartpole", "a3c-cartpole", "apex_dqn-cartpole", "ddpg-pendulum", "dqn-cartpole", "dqn-spaceinvaders", "es-cartpole",
-    "impala-spaceinvaders", "ippo-spread", "mappo-spread", "muzero-cartpole", "ppo-cartpole", "ppo-breakout", "ppo-craftax",
-    "ppo-halfcheetah", "ppo-hopper", "ppo_rnd-doorkey", "pqn-breakout", "qmix-spread", "r2d2-cartpole",
-    "recurrent_ppo-cartpole", "sac-pendulum", "td3-pendulum", "vdn-spread",
+    "dqn-spaceinvaders", "es-cartpole", "impala-spaceinvaders", "mappo-spread", "muzero-cartpole", "ppo-cartpole",
+    "ppo-breakout", "ppo-craftax", "ppo-halfcheetah", "ppo-hopper", "ppo_rnd-doorkey", "pqn-breakout", "qmix-spread",
+    "r2d2-cartpole", "sac-pendulum", "td3-pendulum",
 )  # fmt: skip
 
 
@@ -68,14 +63,14 @@ def tables() -> dict[str, str]:
     for peer, labels in SPEED.items():
         head, *found = cells(text, peer)
         speed += [[row[0].replace("jaxmarl:MPE_simple_", ""), head[2], *row[1:4]] for row in found if row[0] in labels]
-    plans = [[*row[:5], row[6]] for row in cells(text, "scaling") if row[0] in SCALING]
-    ray = [[*row[:4], row[5]] for row in cells(text, "rllib")[1:] if len(row) == 7]  # those of steps per second
+    ray = [  # the rows of steps per second, without intervals
+        [cell.partition(" (")[0] for cell in (*row[:4], row[5])] for row in cells(text, "rllib")[1:] if len(row) == 7
+    ]
     gpu = [[*row[:4], row[5], row[8]] for row in cells(text, "gpu")[1:]]
     brax = [[*row[:2], *row[3:]] for row in cells(text, "suite_trainers")[1:]]
     return {
         "peers": table("setting | compared with | msrl_jax | the other | ratio", speed),
         "ray": table("setting | msrl_jax, all in JAX | msrl_jax, Gymnasium | RLlib, Gymnasium | ratio with Gymnasium", ray),
-        "plans": table("plan | dispatches | KiB, 64 chips | 256 chips | 1,024 chips | XLA", plans),
         "h100": table("setting | steps/s | ms per iteration | predicted least | to compile | ratio to Rejax", gpu),
         "brax": table("task | steps | return, msrl_jax | return, Brax's PPO | seconds, msrl_jax | seconds, Brax's PPO", brax),
         "reached": table("recipe | environment | steps | training | best agent", [[n, *recipes[n][1:5]] for n in RECIPES]),

@@ -1,6 +1,7 @@
 """The README and its pages tell the truth: their commands, their Python, their tables, their links and the plan."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -24,7 +25,9 @@ from msrl_jax import cli, envs
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
+from msrl_jax.configs.fields import choices
 from msrl_jax.configs.names import tunable_fields
+from msrl_jax.configs.replay_options import Prioritized
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
 from msrl_jax.registry.table import ALGORITHMS as REGISTRY
@@ -34,14 +37,14 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "offline", "own_environment", "parameters", "several_agents", "simulators",
-    "runs", "guarantees", "populations", "recipes", "architecture", "showing", "index", "first_hour", "concepts",
-    "profiling", "tree_search", "examples", "cluster", "coming_from", "faq",
+    "policies", "algorithms", "networks", "own_algorithm", "offline", "own_environment", "environments", "several_agents",
+    "games", "runs", "watching", "performance", "guarantees", "populations", "results", "architecture", "index", "first_hour",
+    "concepts", "examples", "cluster", "faq",
 )  # fmt: skip
 (
-    POLICIES, ALGORITHMS, OFFLINE, OWN_ENVIRONMENT, PARAMETERS, SEVERAL_AGENTS, SIMULATORS, RUNS,
-    GUARANTEES, POPULATIONS, RECIPES, ARCHITECTURE, SHOWING, INDEX, FIRST_HOUR, CONCEPTS,
-    PROFILING, TREE_SEARCH, EXAMPLES, CLUSTER, COMING_FROM, FAQ,
+    POLICIES, ALGORITHMS, NETWORKS, OWN_ALGORITHM, OFFLINE, OWN_ENVIRONMENT, ENVIRONMENTS, SEVERAL_AGENTS,
+    GAMES, RUNS, WATCHING, PERFORMANCE, GUARANTEES, POPULATIONS, RESULTS, ARCHITECTURE, INDEX, FIRST_HOUR,
+    CONCEPTS, EXAMPLES, CLUSTER, FAQ,
 ) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,16 +65,16 @@ RUN_HERE = (
     (CONCEPTS, "Your own loop"),
     (POLICIES, "Your own policy"),
     (POLICIES, "Functions that the host calls"),
-    (POLICIES, "Plan for hardware you do not have"),
+    (PERFORMANCE, "Plan for hardware you do not have"),
     (ALGORITHMS, "Hindsight experience replay"),
-    (ALGORITHMS, "Custom networks"),
-    (ALGORITHMS, "Optimizers"),
+    (NETWORKS, "Custom networks"),
+    (NETWORKS, "Optimizers"),
     (ALGORITHMS, "Options"),
-    (ALGORITHMS, "Schedules"),
-    (ALGORITHMS, "Self-play"),
-    (ALGORITHMS, "Your own algorithm"),
-    (ALGORITHMS, "Your own copy"),
-    (ALGORITHMS, "From a trained agent"),
+    (NETWORKS, "Schedules"),
+    (GAMES, "Self-play"),
+    (OWN_ALGORITHM, "From scratch"),
+    (OWN_ALGORITHM, TOP),
+    (OWN_ALGORITHM, "From a trained agent"),
     (OFFLINE, "Recording"),
     (OFFLINE, "Offline RL"),
     (OFFLINE, "Learning from data and experience"),
@@ -83,24 +86,24 @@ RUN_HERE = (
     (OWN_ENVIRONMENT, "Legal actions"),
     (OWN_ENVIRONMENT, "What the critic sees"),
     (OWN_ENVIRONMENT, "Metrics"),
-    (PARAMETERS, TOP),
-    (PARAMETERS, "Curricula"),
-    (PARAMETERS, "Parameters of your environment"),
+    (ENVIRONMENTS, "Domain randomization"),
+    (ENVIRONMENTS, "Curricula"),
+    (OWN_ENVIRONMENT, "Parameters"),
     (SEVERAL_AGENTS, TOP),
     (SEVERAL_AGENTS, "Agents with different spaces"),
-    (TREE_SEARCH, TOP),
-    (TREE_SEARCH, "Matches and ratings"),
-    (TREE_SEARCH, "MuZero"),
-    (SIMULATORS, "Gymnasium"),
+    (GAMES, TOP),
+    (GAMES, "Matches and ratings"),
+    (GAMES, "MuZero"),
+    (ENVIRONMENTS, "Simulators on the host"),
     (RUNS, TOP),
-    (RUNS, "Logging"),
+    (WATCHING, "Logging"),
     (RUNS, "A run as a value"),
-    (PROFILING, TOP),
-    (SHOWING, "A video"),
-    (SHOWING, "The policy as a file"),
-    (RECIPES, TOP),
-    (RECIPES, "Reproducing"),
-    (RECIPES, "Statistics"),
+    (PERFORMANCE, TOP),
+    (WATCHING, "A video"),
+    (WATCHING, "The policy as a file"),
+    (RESULTS, TOP),
+    (RESULTS, "Reproducing"),
+    (RESULTS, "Statistics"),
     (GUARANTEES, "Non-finite values"),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
@@ -108,7 +111,7 @@ RUN_HERE = (
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
     (CLUSTER, "Elastic actors"),
-    (COMING_FROM, "PureJaxRL"),
+    (FAQ, "Coming from another library"),
     (EXAMPLES, "RL-DARTS"),
     (FAQ, "Q-values and probabilities"),
 )
@@ -224,6 +227,15 @@ def test_the_table_names_the_algorithms():
     assert set(re.findall(r"`(\w+)`", names)) == set(msrl.algorithms.names())
 
 
+def test_the_table_names_the_options():
+    fields = {field for name in msrl.algorithms.names() for field in dataclasses.fields(msrl.algorithms.get(name))}
+    kinds = {kind for field in fields for kind in choices(field)} | {Prioritized}
+    named = re.findall(r"`(\w+)\((.*?)\)`", SECTIONS[ALGORITHMS, "Options"].partition("\nA field takes")[0])
+    assert {name for name, _ in named} == {kind.__name__ for kind in kinds}
+    options = {kind.__name__: ", ".join(f.name for f in dataclasses.fields(kind)) for kind in kinds}
+    assert all(arguments in ("...", options[name]) for name, arguments in named)
+
+
 def test_returns_and_losses_are_named_and_documented_with_their_shapes():
     modules = msrl.returns, msrl.losses
     functions = {
@@ -232,11 +244,8 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    tables = [p for p in PAGES[ALGORITHMS].split("\n\n") if p.startswith("| of `msrl.")]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", "\n".join(tables), re.MULTILINE))
-    assert {name: re.split("[,;] ", row) for name, row in rows.items()} == {
-        name: list(inspect.signature(function).parameters) for name, function in functions.items()
-    }
+    listed = re.findall(r"^- `msrl\.\w+`.*?\.$", PAGES[OWN_ALGORITHM], re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", "".join(listed))) == set(functions)
     for name, function in functions.items():
         arguments, _, results = inspect.getdoc(function).partition("\nReturns:")
         entries = dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|^\w|\Z)", arguments, re.MULTILINE | re.DOTALL))
@@ -303,7 +312,7 @@ def test_logging(run_sections, monkeypatch):
     pytest.importorskip("tensorboardX")
     run = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=mock.Mock(return_value=run)))
-    (board, wandb), output = run_sections(RUNS, "Logging", steps=8192)
+    (board, wandb), output = run_sections(WATCHING, "Logging", steps=8192)
     assert [row[0] for row in board["rows"]] == [4096, 8192] and output == f"{board['rows'][-1]}\n"
     (events,) = Path("board").iterdir()
     assert all(name in events.read_bytes() for name in (b"episode_return", b"entropy", b"eval_return"))
@@ -322,7 +331,7 @@ def test_a_run_as_a_value(run_sections):
 
 @pytest.mark.slow
 def test_showing(run_sections):
-    _, output = run_sections(SHOWING, "A video", "The policy as a file", steps=None)
+    _, output = run_sections(WATCHING, "A video", "The policy as a file", steps=None)
     video, inputs, action = output.splitlines()
     assert video.startswith("Video(ppo on DeepSea-bsuite; episode 0: return ") and Path("sea.gif").exists()
     assert inputs == "{'obs': 'float32[B, 4]'}" and action in ("[0]", "[1]")
@@ -330,7 +339,7 @@ def test_showing(run_sections):
 
 @pytest.mark.slow
 def test_profiling(run_sections):
-    _, output = run_sections(PROFILING, TOP, steps=None)
+    _, output = run_sections(PERFORMANCE, TOP, steps=None)
     assert "simulation" in output and "gradients" in output
     assert Path("profile.svg").exists() and Path("profile.trace.json.gz").exists()
 
@@ -338,7 +347,7 @@ def test_profiling(run_sections):
 @pytest.mark.long
 def test_recipes(run_sections, tmp_path, monkeypatch):
     """A short recipe stands for the one that the page reproduces."""
-    (one, _), output = run_sections(RECIPES, TOP, "Statistics")
+    (one, _), output = run_sections(RESULTS, TOP, "Statistics")
     assert one["result"].experiment.seed == 7 and "Evaluation(64 episodes" in output and "agrees" in output
     (tmp_path / "recipes").mkdir()
     settings = 'algo = "ppo"\nenv = "CartPole-v1"\ntotal_steps = 4096\nunroll_length = 16\neval_episodes = 2\n'
@@ -347,7 +356,7 @@ def test_recipes(run_sections, tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "RECORDS", (tmp_path / "recipes",))
     first = msrl.reproduce("ppo-cartpole", seeds=5, progress=False)  # in the folder of the page, which then trains no more
     first.record.write(tmp_path / "recipes" / "ppo-cartpole.json")
-    (namespace,), output = run_sections(RECIPES, "Reproducing")
+    (namespace,), output = run_sections(RESULTS, "Reproducing")
     assert namespace["found"].verdict == "agrees" and "seeds 0 to 4: agrees" in output
 
 
@@ -425,7 +434,7 @@ def test_one_word_changes_where_it_runs(run_sections):
 @pytest.mark.long
 def test_networks_of_ones_own(run_sections):
     steps = 4096, 2048, 1088, 4096  # of SAC, with an update for every other step, only as many as it needs to begin
-    (namespace, whole, remembering), _ = run_sections(ALGORITHMS, "Custom networks", steps=steps)
+    (namespace, whole, remembering), _ = run_sections(NETWORKS, "Custom networks", steps=steps)
     torso = namespace["result"].state.params["params"]["actor_torso"]
     assert torso["module"]["Dense_1"]["kernel"].shape == (128, 128)
     other = namespace["other"]
@@ -450,7 +459,7 @@ def test_a_network_that_is_found(run_sections):
 
 @pytest.mark.long
 def test_optimizers_and_schedules(run_sections):
-    (own, frozen, scheduled), _ = run_sections(ALGORITHMS, "Optimizers", "Schedules", steps=8192)
+    (own, frozen, scheduled), _ = run_sections(NETWORKS, "Optimizers", "Schedules", steps=8192)
     assert "learning_rate" not in own["result"].history
     biases = {name: layer for name, layer in frozen["result"].state.params["params"].items() if name.startswith("actor")}
     assert not biases["actor_torso"]["Dense_1"]["bias"].any() and biases["actor_head"]["bias"].all()  # they begin with 0
@@ -459,7 +468,7 @@ def test_optimizers_and_schedules(run_sections):
 
 @pytest.mark.long
 def test_training_inside_a_program_of_ones_own_is_that_of_train(run_sections):
-    (namespace,), _ = run_sections(COMING_FROM, "PureJaxRL", length=3)
+    (namespace,), _ = run_sections(FAQ, "Coming from another library", length=3)
     returns = namespace["returns"]
     assert returns.total.shape == (8, 3) and len(set(np.asarray(returns.total[:, -1]).tolist())) == 8
     expected = msrl.train("ppo", total_steps=3 * 4096, learning_rate=1e-4, eval_episodes=0, progress=False, chunk=1)
@@ -499,7 +508,7 @@ def test_data(run_sections, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_one(run_sections, tmp_path):
-    (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=65_536)
+    (namespace,), _ = run_sections(OWN_ALGORITHM, "From scratch", steps=65_536)
     returns = namespace["result"].history["episode_return"]
     assert returns[0] < 40 and np.mean(returns[-len(returns) // 4 :]) > 80
 
@@ -507,7 +516,7 @@ def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_on
     explained = own.compile(msrl.policies.SingleLearnerCoarse()).explain()
     plan = str(explained)
     printed = [" ".join(line.split()) for line in plan.splitlines()]
-    (excerpt,) = blocks(ALGORITHMS, "Reading the plan", "text")
+    (excerpt,) = blocks(PERFORMANCE, "Reading the plan", "text")
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
@@ -522,39 +531,39 @@ def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_on
 
 @pytest.mark.long
 def test_a_copy_of_ones_own(run_sections):
-    (namespace,), _ = run_sections(ALGORITHMS, "Your own copy")
+    (namespace,), _ = run_sections(OWN_ALGORITHM, TOP)
     result = namespace["result"]
     assert type(result.experiment.algorithm) is namespace["PPO"] and result.experiment.algorithm.clip_ratio == 0.1
 
 
 @pytest.mark.long
 def test_self_play(run_sections):
-    (namespace,), output = run_sections(ALGORITHMS, "Self-play")
+    (namespace,), output = run_sections(GAMES, "Self-play")
     assert namespace["table"].shape == (2, 6, 3)
     assert 0 < float(output.splitlines()[-1]) < 1
 
 
 @pytest.mark.slow
 def test_search(run_sections):
-    _, output = run_sections(TREE_SEARCH, TOP, games=20)
+    _, output = run_sections(GAMES, TOP, games=20)
     assert re.findall(r"^Match\((\d+) games", output, re.MULTILINE) == ["20", "20"]
 
 
 @pytest.mark.slow
 def test_ratings(run_sections):
-    _, output = run_sections(TREE_SEARCH, "Matches and ratings", games=2)
+    _, output = run_sections(GAMES, "Matches and ratings", games=2)
     assert re.search(r"^at random +0 +fixed", output, re.MULTILINE) and output.count("\nminimax") == 2
 
 
 @pytest.mark.slow
 def test_search_in_a_learned_model(run_sections):
-    _, output = run_sections(TREE_SEARCH, "MuZero", episodes=2)
+    _, output = run_sections(GAMES, "MuZero", episodes=2)
     assert output.count("Evaluation(2 episodes") == 2
 
 
 @pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
-    (namespace,), output = run_sections(POLICIES, "Plan for hardware you do not have")
+    (namespace,), output = run_sections(PERFORMANCE, "Plan for hardware you do not have")
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
@@ -596,7 +605,7 @@ def test_a_wrapper_of_ones_own_changes_the_reward_alone(run_sections):
 
 @pytest.mark.long
 def test_training_from_a_trained_agent(run_sections):
-    (namespace,), output = run_sections(ALGORITHMS, "From a trained agent")
+    (namespace,), output = run_sections(OWN_ALGORITHM, "From a trained agent")
     agent = namespace["TunedPPO"]().build(envs.make("CartPole-v1"))
     params = agent.init(jax.random.key(0)).params
     jax.tree.map(np.testing.assert_array_equal, params, namespace["first"].state.params)
@@ -611,7 +620,8 @@ def test_metrics_of_an_environment(run_sections):
 
 @pytest.mark.slow
 def test_parameters_as_data(run_sections):
-    (poles, levels, springs), _ = run_sections(PARAMETERS, TOP, "Curricula", "Parameters of your environment")
+    (poles, levels), _ = run_sections(ENVIRONMENTS, "Domain randomization", "Curricula")
+    (springs,), _ = run_sections(OWN_ENVIRONMENT, "Parameters")
     for run in (poles["result"], poles["harder"], levels["result"]):
         lengths = run.history["env_params/length"]
         assert ((lengths > 0.25) & (lengths < 1)).all()
@@ -632,7 +642,7 @@ def test_a_function_that_the_host_calls(run_sections):
 
 @pytest.mark.slow
 def test_simulators_on_the_host(run_sections):
-    (namespace,), output = run_sections(SIMULATORS, "Gymnasium", steps=1024)
+    (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=1024)
     assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")
 
 
@@ -683,7 +693,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
     if "--algo my_ppo.py" in line:
         msrl.algorithms.copy("ppo", "my_ppo.py")
     seen = {}
-    for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
+    for module, code in {"actor_critic": blocks(OWN_ALGORITHM, "From scratch", "python")[0], "my_module": OWN}.items():
         Path(f"{module}.py").write_text(code)
     monkeypatch.setattr(Command, "__call__", lambda self, given: seen.update(given=given) or Output())
     monkeypatch.setattr(launch, "use_cpu_devices", lambda count: seen.update(devices=count))

@@ -253,7 +253,7 @@ def index(found: Sequence[ResultRow], *, alone: bool = False) -> str:
         "# Results of the recipes", "",
         "A recipe is a file of settings for an algorithm and an environment, in `msrl_jax/recipes`.",
         "`msrl-jax train --recipe ppo-cartpole` trains one seed; `msrl-jax reproduce ppo-cartpole` trains all seeds and says",
-        f"whether the scores [agree]({'../../docs' if alone else '..'}/recipes.md#reproducing) with the table.", "",
+        f"whether the scores [agree]({'../../docs' if alone else '..'}/results.md#reproducing) with the table.", "",
         *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]), "", _ABOUT,
     ]  # fmt: skip
     for suite, own in _grouped(found, lambda row: row.suite):

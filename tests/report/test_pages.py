@@ -154,7 +154,7 @@ def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_ha
         monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # drawing takes most of the time
     texts = {path.name: path.read_text() for path in write_pages(tmp_path / "results")}
     assert set(texts) == {path.name for path in (tmp_path / "results").iterdir()}
-    (tmp_path / "recipes.md").write_text((DOCS / "recipes.md").read_text())
+    (tmp_path / "results.md").write_text((DOCS / "results.md").read_text())
     for name, text in texts.items():
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^):]*)?\)", text):
             assert (tmp_path / "results" / link).exists(), (name, link)
