@@ -330,25 +330,6 @@ def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     assert {placed[name] for name in ("speak", "listen")} == {"actors"}
 
 
-@pytest.mark.long
-def test_bad_input_is_refused_at_once():
-    with pytest.raises(ValueError, match=r"TwentyQuestions\(turns=0\): use at least 1, for a guess"):
-        game.TwentyQuestions(turns=0)
-    with pytest.raises(ValueError, match="give at least one word, which the oracle can think of"):
-        game.TwentyQuestions(words=(), questions=())
-    assert game.TwentyQuestions(words=list(game.WORDS), questions=game.QUESTIONS) == game.TwentyQuestions()
-    with pytest.raises(ValueError, match="the question 'is it very soft' has 4 words; use 3, as in a guess"):
-        game.TwentyQuestions(questions=(("is it very soft", "dog"),))
-    with pytest.raises(ValueError, match=r"the answer to 'is it soft' is yes for \['cat'\], which are not in words=\('dog',"):
-        game.TwentyQuestions(questions=(("is it soft", "dog cat"),))
-    with pytest.raises(ValueError, match="archer plays TwentyQuestions with size a multiple of 4; not Gymnax"):
-        msrl.train(example.ArCHer(), "CartPole-v1", total_steps=1)
-    with pytest.raises(ValueError, match="size a multiple of 4; not TwentyQuestions, 6"):
-        example.ArCHer(size=6).build(ENV)
-    with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors and two learners, and there are 2"):
-        compiled(APART, 2)
-
-
 @pytest.mark.slow
 def test_a_trained_agent_plays_greedily_with_its_memory_and_the_figure_has_a_curve_for_each_method():
     result = msrl.train(agent_and_state()[0], ENV, total_steps=3 * 8 * H * (U + 1), chunk=1, progress=False)

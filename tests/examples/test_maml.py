@@ -235,20 +235,6 @@ def test_the_adapter_is_where_the_actors_are_unless_a_layout_places_its_role(pol
     assert placed["adapt"] == placement and placed["act_adapted"] == "actors"
 
 
-def test_bad_input_is_refused_at_once():
-    for space in (envs.Box(-np.inf, 1, (2,)), envs.MultiDiscrete([3, 3])):
-        env = type("Other", (example.Navigation,), {"action_space": space})()
-        with pytest.raises(TypeError, match=r"bounded ones of floats as actions, and was given Box\(-inf, inf, \(2,\)"):
-            msrl.train(example.MAML(), env, total_steps=1)
-    for name in ("CartPole-v1", "gymnasium:Pendulum-v1"):
-        with pytest.raises(TypeError, match="maml takes environments on devices, vectors as observations and bounded "):
-            msrl.train(example.MAML(), name, total_steps=1)
-    with pytest.raises(ValueError, match="num_rollouts=1: use an integer of at least 2"):
-        example.MAML(num_rollouts=1)
-    with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors, adapters and a learner, and there are 2"):
-        compiled(APART, 2)
-
-
 @pytest.mark.slow
 def test_one_step_gains_more_from_the_parameters_of_maml_than_from_those_of_one_policy_or_from_new_ones():
     runs = {name: example.train(rate, 5) for name, rate in example.TRAINED.items()}

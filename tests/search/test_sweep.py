@@ -169,13 +169,6 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         msrl.train(seen[0], num_envs=8)
 
 
-def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
-        msrl.sweep("ppo", ENV, out=tmp_path, method="grid", learning_rate=[1e-3, 1e-2], **COMMON, **tiny)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -201,7 +201,7 @@ def toy(pbt, exploits, explores, key):
     return true(theta).max()
 
 
-@pytest.mark.parametrize("how", ["perturb", pytest.param("resample", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["perturb", pytest.param("resample", marks=pytest.mark.slow)])
 def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(how):
     pbt = msrl.PBT(
         search={"h0": envs.uniform(0.1, 1), "h1": envs.uniform(0.1, 1)}, members=2, fraction=0.5, explore=how,
