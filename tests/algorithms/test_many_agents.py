@@ -143,7 +143,7 @@ def reference(case):
 
 SELDOM = [
     ("mappo-own-gru", 8, "Central"),
-    ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"), ("self_play-payoff", 8, "SingleLearnerCoarse"),
+    ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"),
     ("alphazero", 8, "SingleLearnerCoarse"),
 ]  # fmt: skip
 

@@ -19,6 +19,8 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
     from examples import archer as example
 from examples import twenty_questions as game
 
+pytestmark = pytest.mark.long
+
 APART = "examples.archer:Apart"
 OTHERS = ("GPUOnly", "SingleLearnerCoarse", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
 QUESTIONS = (("is it soft", "cat"), ("has it legs", "cat chair"))
@@ -40,7 +42,6 @@ def play(env, word, words):
     return seen[1:]
 
 
-@pytest.mark.long
 def test_the_oracle_answers_by_the_table_and_each_answer_but_the_last_costs_one():
     words = "is it soft yes has it legs what is it chair no"  # actions while the oracle speaks are not heard
     answers = {"chair": ("no", "yes", "yes"), "cat": ("yes", "yes", "no"), "pen": ("no", "no", "no")}
@@ -60,7 +61,6 @@ def dialogues(number=6, env=ENV):
     return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(0), number))
 
 
-@pytest.mark.long
 def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
     found = jax.device_get(dialogues(400, game.TwentyQuestions(8)))
     assert found.reward.sum(-1).min() == -8 and found.reward.sum(-1).max() == 0

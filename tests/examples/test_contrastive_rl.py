@@ -17,6 +17,8 @@ from tests.support.compiled import collectives
 from tests.support.off_policy import SMALL, B, adam, assert_close, counting, drawn, plain_mlp, plain_policy, start
 from tests.support.small_runs import relative_difference
 
+pytestmark = pytest.mark.long
+
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
     from examples import contrastive_rl as example
 

@@ -17,6 +17,8 @@ from msrl_jax.registry.table import ALGORITHMS
 from tests.support.keys import key_uses, reused_keys
 from tests.support.small_runs import relative_difference
 
+pytestmark = pytest.mark.long
+
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
     from examples import maml as example
 
@@ -79,7 +81,6 @@ def drawn(policy, key, params, tasks, rollouts, steps):
     return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), valid)
 
 
-@pytest.mark.long
 def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
     with jax.enable_x64(True):
         policy = example.Gaussian(2, (5,))

@@ -6,6 +6,8 @@ import pytest
 
 from examples import rl3 as example
 
+pytestmark = pytest.mark.long
+
 STEPS, SEEDS, EPISODES = 500_000, 5, 512
 
 

@@ -15,6 +15,8 @@ from examples import rl_darts as example
 from msrl_jax.algorithms import build, counted
 from tests.support.small_runs import relative_difference
 
+pytestmark = pytest.mark.long
+
 POLICIES = ("SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
 SMALL = example.CellNetwork(num_nodes=2, channels=2, num_features=6)
 SIZES = {

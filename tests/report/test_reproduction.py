@@ -174,9 +174,16 @@ def test_seeds_that_cannot_be_trained_are_refused(folder, tmp_path, given, messa
         reproduced(tmp_path, **given)
 
 
+LEARNED = (
+    "ppo-cartpole", "a2c-acrobot", "dqn-cartpole", "r2d2-cartpole", "impala-cartpole", "a3c-cartpole", "pqn-cartpole",
+    "es-cartpole", "ppo-pendulum", "sac-pendulum", "td3-pendulum", "ppo-cnn-breakout", "dqn-breakout",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo-cartpole", "a2c-acrobot", "dqn-cartpole"])
+@pytest.mark.parametrize("name", LEARNED)
 def test_recipes_agree_with_their_records(name, tmp_path):
+    """These learn: a score that is as high as the one on record is that of an algorithm that works."""
     found = msrl.reproduce(name, out=tmp_path, progress=False)
     assert found.verdict == "agrees", found
 

@@ -165,6 +165,7 @@ def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
         np.testing.assert_array_equal(np.concatenate(parts, 1).reshape(getattr(both, name).shape), getattr(both, name))
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_read(copy, capfd):
     done = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     (copy / "summary.json").unlink()  # killed before its last line

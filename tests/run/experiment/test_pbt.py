@@ -371,7 +371,8 @@ def collectives_by_place(compiled):
     return each[True], each[False]
 
 
-@pytest.mark.parametrize("together", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False])
 def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     setup, *_ = reference()
     program = setup.compile(ByMember(together), jax.devices()[:4])
