@@ -35,6 +35,7 @@ unroll_length = 32
 hidden_sizes = [16, 16]
 num_minibatches = 2
 eval_episodes = 4
+policy = "GPUOnly:num_devices=1"
 """
 
 SMALL = msrl.Experiment(
@@ -272,7 +273,7 @@ def test_a_record_says_what_trained_its_seeds(folder, first, again):
         ("12_000", '"12000"', "total_steps is '12000' in the recipe"),
         ("num_envs = 8", "learning_rate = [1e-3, 1e-2]", r"has several settings \(learning_rate\)"),
         ("eval_episodes = 4", "eval_episodes = 0", "eval_episodes is 0"),
-        ("eval_episodes = 4", 'policy = "Nowhere"', "the recipe .*small.toml: .*Nowhere"),
+        ("GPUOnly:num_devices=1", "Nowhere", "the recipe .*small.toml: .*Nowhere"),
     ],
 )
 def test_a_bad_recipe_is_one_sentence_and_stops_no_other(folder, tmp_path, was, now, message):

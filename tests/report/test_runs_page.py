@@ -5,6 +5,7 @@ import html.parser
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ TINY = {
 def folder(tmp_path_factory):
     """The folder of a run of three seeds."""
     path = tmp_path_factory.mktemp("runs") / "a<b"
-    msrl.train("ppo", "CartPole-v1:max_steps_in_episode=30", seeds=3, out=path, **TINY)
+    msrl.train("ppo", "CartPole-v1:max_steps_in_episode=30", seeds=3, out=path, devices=jax.devices()[:1], **TINY)
     return path
 
 

@@ -493,22 +493,3 @@ def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
         result = train("ppo", tmp_path / "run", devices=1, iterations=3, callbacks=[spoil], chunk=1, eval_episodes=0)
     assert result.folder == tmp_path / "run" and not result.save_error
     assert_same_run(Result.load(result.folder), result)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
-    """A disk that is full for a while: the state at the end is saved in the folder of the run."""
-    sums, calls = checkpoint._sums, itertools.count(1)
-
-    def failing(path):
-        if next(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return sums(path)
-
-    monkeypatch.setattr(checkpoint, "_sums", failing)
-    with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
-        result = train(
-            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
-        )  # fmt: skip
-    assert result.folder == tmp_path / "run" and not result.save_error
-    assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]

@@ -39,9 +39,12 @@ def keys(count, seed=0):
     return jax.random.split(jax.random.key(seed), count)
 
 
+compiled_exploit = jax.jit(exploit, static_argnums=0)
+
+
 def parents(pbt, score, ready=None, seed=0):
     ready = np.ones(len(score), bool) if ready is None else np.array(ready)
-    return np.asarray(exploit(pbt, jnp.float32(score), ready, keys(len(score), seed)))
+    return np.asarray(compiled_exploit(pbt, jnp.float32(score), ready, keys(len(score), seed)))
 
 
 # ---- exploit and explore
