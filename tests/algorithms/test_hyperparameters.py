@@ -87,7 +87,7 @@ def traced(name):
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(traced, CASES))
+@pytest.mark.parametrize("name", [*map(traced, CASES)])
 def test_members_can_be_traced(name):
     """Without compiling anything: `-m slow` compares their numbers."""
     algorithm = msrl.algorithms.get(name.partition("+")[0])
