@@ -102,6 +102,7 @@ def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
     assert sorted((c.destination, c.times) for c in numbers) == [("actors", 1), ("learners", 1)]
 
 
+@pytest.mark.long
 def test_a_sharded_server_keeps_parameters_and_optimizer_state_in_parts():
     program, state = plan("a2c", Central(workers=4, shards=2))
     after = program.run(state, 1)[0].inner
@@ -110,6 +111,7 @@ def test_a_sharded_server_keeps_parameters_and_optimizer_state_in_parts():
         assert large and all(s.data.size == x.size // 2 for x in large for s in x.addressable_shards)
 
 
+@pytest.mark.long
 def test_es_sends_seeds_and_returns_only():
     program, state = plan("es", SingleLearnerCoarse(actors=4), unroll_length=16)
     described = program.explain()

@@ -8,10 +8,9 @@ import optax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import counters, envs
+from msrl_jax import counters
 from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
-from msrl_jax.run.evaluation.evaluate import Behavior, make_evaluator
 from tests.support.agents import make_counted, make_still
 from tests.support.compiled import collectives
 from tests.support.random_walk import RandomWalk
@@ -161,15 +160,3 @@ def test_statistics_of_observations_outlive_the_episodes():
 def test_bad_options_are_refused_before_anything_compiles(options, message):
     with pytest.raises(ValueError, match=message):
         build(RandomWalk(), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_defaults_solve_cartpole(seed):
-    env = envs.make("CartPole-v1")
-    agent = make_still("es", env)
-    length = 5_000_000 // agent.steps_per_iteration
-    state = jax.jit(agent.init)(jax.random.key(seed))
-    state, _ = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=length))(state)
-    evaluate = make_evaluator(Behavior(agent, env), 64)
-    assert evaluate(state, jax.random.key(100 + seed)).mean_return >= 475

@@ -79,9 +79,15 @@ def unrolled(agent, state):
 
 
 TRACED = ("recurrent_ppo", "impala+memory", "pqn+memory", "dqn", "sac+gru", "td3", "a2c", "ippo", "bc")
+SELDOM = ("ppo+normalized", "dqn+c51", "sac+cross_q", "qmix", "self_play", "muzero")
 
 
-@pytest.mark.parametrize("name", [n if n in TRACED else pytest.param(n, marks=pytest.mark.long) for n in CASES])
+def traced(name):
+    marks = [] if name in TRACED else [pytest.mark.long] if name in SELDOM else [pytest.mark.slow]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*map(traced, CASES)])
 def test_members_can_be_traced(name):
     """Without compiling anything: `-m slow` compares their numbers."""
     algorithm = msrl.algorithms.get(name.partition("+")[0])

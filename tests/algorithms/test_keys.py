@@ -29,7 +29,7 @@ PARTICULAR = {
 }
 CONTINUOUS = ("sac", "td3", "ddpg")
 OFTEN = ("ppo", "sac")
-SELDOM = ("dqn", "es", "ippo", "muzero", "ppo_rnd", "qmix", "r2d2", "self_play")  # others share most of a loop with them
+SELDOM = ("dqn", "es", "ippo", "ppo_rnd", "qmix", "r2d2", "self_play")  # others share most of a loop with them
 
 
 def environment(name):

@@ -1,4 +1,7 @@
-"""Algorithms reach the expected returns within the expected number of steps; the reasons of thresholds stand beside them."""
+"""Algorithms reach the expected returns within the expected number of steps; the reasons of thresholds stand beside them.
+
+What recipes reach is in their records, with which `tests/report/test_reproduction.py` compares new runs.
+"""
 
 import functools
 
@@ -37,28 +40,6 @@ def greedy_returns(name, env, total_steps, seeds=3, **options):
     return np.asarray(msrl.train(name, env, total_steps=total_steps, seeds=seeds, **options).evaluation.mean_return)
 
 
-def test_ppo_solves_cartpole_on_nine_of_ten_seeds():
-    assert (curves("ppo", "CartPole-v1", 500_000, 10)[-1] >= 475).sum() >= 9
-
-
-def test_the_default_curve_of_cartpole_rises_early_and_stays():
-    run = msrl.train("ppo", "CartPole-v1", seed=10_000, seeds=5, total_steps=500_000, chunk=2, progress=False)
-    for curve in np.asarray(run.history["episode_return"]).T:
-        first = np.argmax(curve >= 475)
-        assert curve[first] >= 475 and first < len(curve) / 3 and curve[first:].min() > 400
-
-
-def test_ppo_swings_the_pendulum_up():
-    options = {"normalize_observations": True, "normalize_rewards": True, "discount": 0.95, "entropy_coef": 0.0}
-    assert (curves("ppo", "Pendulum-v1", 300_000, 3, **options)[-1] > -300).all()
-
-
-def test_ppo_improves_from_images():
-    options = {"num_envs": 64, "unroll_length": 32, "hidden_sizes": (128,), "activation": "relu"}
-    curve = curves("ppo", "Breakout-MinAtar", 300_000, 1, **options)
-    assert curve[0] < 2 and curve[-1] > 5
-
-
 CHAIN = "MemoryChain-bsuite:memory_length=15"  # the answer is shown once, and asked for 15 steps later
 
 
@@ -78,10 +59,6 @@ def test_without_a_carry_the_answer_is_a_guess():
     assert (np.abs(greedy_returns("dqn", CHAIN, 80_000, 5, eval_episodes=500)) < 0.2).all()
 
 
-def test_r2d2_balances_cartpole_most_of_the_time():
-    assert greedy_returns("r2d2", "CartPole-v1", 150_000, 5, eval_episodes=500).mean() > 400
-
-
 def final_returns(name, total_steps, policy="GPUOnly", seeds=6, **parameters):
     """Mean return of the episodes of CartPole that ended in the last tenth of training. `[seeds]`"""
     one = algorithms.get(name)().build(envs.make("CartPole-v1"))
@@ -94,11 +71,6 @@ def final_returns(name, total_steps, policy="GPUOnly", seeds=6, **parameters):
     _, metrics = program.run(state, length)
     assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
     return metrics["episode_return"][-(length // 10) :].mean(axis=0)
-
-
-@pytest.mark.parametrize(("name", "total_steps"), [("a2c", 500_000), ("impala", 500_000), ("a3c", 750_000), ("pqn", 500_000)])
-def test_defaults_solve_cartpole_on_five_of_six_seeds(name, total_steps):
-    assert (final_returns(name, total_steps) >= 475).sum() >= 5
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
@@ -145,23 +117,9 @@ def test_every_option_of_dqn_solves_cartpole_and_most_seeds_do_not_forget_it(nam
     assert (curves("dqn", "CartPole-v1", 500_000, 16, at_once=True, **OPTIONS[name])[-1] >= 475).sum() >= solved
 
 
-def test_dqn_improves_from_images():
-    options = {"hidden_sizes": (128,), "replay.capacity": 100_000, "replay.storage": "uint8", "replay.learning_starts": 5_000}
-    options |= {"exploration.steps": 50_000, "num_updates": 4, "batch_size": 64}
-    curve = curves("dqn", "Breakout-MinAtar", 200_000, 5, at_once=True, **options)
-    assert (curve[0] < 1).all() and curve[-1].mean() > 4 and (curve[-1] > 2).all()
-
-
-TQC = {"returns": "tqc:10", "num_updates": 8, "hidden_sizes": (64, 64)}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "steps"),
-    [("sac", {}, 20_000), ("td3", {"hidden_sizes": (64, 64)}, 50_000), ("sac", TQC, 50_000)], ids=["sac", "td3", "tqc"],
-)  # fmt: skip
-def test_the_pendulum_swings_up_on_all_of_five_seeds(name, options, steps):
-    """Exploration included; SAC makes the most updates a step."""
-    assert (curves(name, "Pendulum-v1", steps, 5, at_once=True, **options)[-1] > -200).all()
+def test_with_truncated_quantiles_the_pendulum_swings_up_on_all_of_five_seeds():
+    options = {"returns": "tqc:10", "num_updates": 8, "hidden_sizes": (64, 64)}
+    assert (curves("sac", "Pendulum-v1", 50_000, 5, at_once=True, **options)[-1] > -200).all()
 
 
 def test_with_batch_normalization_it_swings_up_within_20000_steps():
@@ -234,33 +192,6 @@ def test_medium_data_are_improved_on(algorithm, env):
     assert np.sum((returns > behavior) & (returns > cloned)) >= 4
 
 
-# Several agents, over three seeds. Returns are sums over the agents. Those of JaxMARL 0.2.0 after 1,000,000 steps of
-# simple_spread, which its configs train for 10,000,000: IPPO -70 to -73, MAPPO with a GRU -46, VDN -47, QMIX -54.
-SPREAD, TAG = "jaxmarl:MPE_simple_spread_v3", "jaxmarl:MPE_simple_tag_v3"
-
-
-@pytest.mark.parametrize(("algo", "least"), [("ippo", -50), ("mappo", -47), ("vdn", -41), ("qmix", -41)])
-def test_simple_spread(algo, least):
-    assert np.min(greedy_returns(algo, SPREAD, 1_000_000, eval_episodes=512)) > least
-
-
-@pytest.mark.parametrize(
-    ("adversary", "agent", "caught"),
-    [("mappo", "random", (170, 300)), ("mappo", "ippo", (50, 150)), ("random", "ippo", (0, 20))],
-)
-def test_simple_tag(adversary, agent, caught):
-    """The predators' return: 30 for each time that one catches the prey, which learns to get away, and is caught by chance."""
-    options = {"teams": {"adversary": adversary, "agent": agent}, "seeds": 3, "eval_episodes": 512, "progress": False}
-    returns = msrl.train("teams", TAG, total_steps=1_000_000, **options).evaluation.team_returns["adversary"].mean(-1)
-    assert caught[0] < returns.min() and returns.max() < caught[1]
-
-
-def test_three_marines_beat_three():
-    """SMAX pays each of three marines 1 for a win, and up to 1 for damage."""
-    options = {"core": "gru", "num_envs": 64, "unroll_length": 64, "learning_rate": 2e-3, "eval_episodes": 512}
-    assert np.min(greedy_returns("mappo", "jaxmarl:HeuristicEnemySMAX:scenario=3m", 400_000, **options)) > 4.5
-
-
 def test_ppo_runs_with_gymnasiums_half_cheetah():
     options = {
         "num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4,
@@ -270,9 +201,3 @@ def test_ppo_runs_with_gymnasiums_half_cheetah():
         "ppo", "gymnasium:HalfCheetah-v5", policy="MultiLearner:num_devices=1", total_steps=1_000_000, progress=False, **options
     )
     assert result.evaluate(8).mean_return > 1500
-
-
-def test_ppo_survives_longer_in_craftax():
-    result = msrl.train("ppo", "craftax:Craftax-Classic-Symbolic-v1", num_envs=64, total_steps=500_000, progress=False)
-    returns = result.history["episode_return"]
-    assert returns[0] < 1.5 and returns[-1] > 3.5

@@ -299,7 +299,7 @@ def test_on_policy_impala_is_a2c(room, options):
 @pytest.mark.parametrize(
     ("policy", "core"),
     [
-        *(pytest.param(p, {}, id=named(p)) for p in (SingleLearnerCoarse(2, staleness=2), Apart(1))),
+        *(slow_unless(p.staleness == 2, p, {}, id=named(p)) for p in (SingleLearnerCoarse(2, staleness=2), Apart(1))),
         slow_unless(False, SingleLearnerCoarse(2), {}, id=named(SingleLearnerCoarse(2))),
         slow_unless(False, Apart(1), GRU, id="gru"),
     ],

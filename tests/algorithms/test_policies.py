@@ -91,13 +91,11 @@ OFTEN = {
 }
 # What the long tests add. The slow ones are all: a variant, such as TD3 of SAC, meets all policies there.
 SELDOM = {
-    ("ppo", "CartPole-v1"): [(8, "MultiLearner"), (4, "SingleLearnerCoarse")],
+    ("ppo", "CartPole-v1"): [(8, "MultiLearner")],
     ("impala", "CartPole-v1"): [(2, "SingleLearnerCoarse")],
     ("a3c", "CartPole-v1"): [(8, "MultiLearner")],
     ("pqn", "CartPole-v1"): [(4, "SingleLearnerFine")],
     ("dqn", "CartPole-v1"): [(8, "Central")],
-    ("r2d2", "CartPole-v1"): [(8, "Central")],
-    ("muzero", "CartPole-v1"): [(8, "SingleLearnerCoarse")],
     ("iql", "Pendulum-v1"): [(2, "Environments")],
 }
 

@@ -250,7 +250,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     assert min(moved) > 0 and np.median(moved) > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("core", ["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""

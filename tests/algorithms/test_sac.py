@@ -121,7 +121,7 @@ def test_statistics_are_those_of_all_batches_and_networks_see_what_is_standardiz
     np.testing.assert_allclose(agent.act(state, obs, None, ())[0], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     agent, _ = build("sac", RandomWalk(True))
     found = collectives(counted(agent))

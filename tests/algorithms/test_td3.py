@@ -1,13 +1,11 @@
 """TD3 and DDPG: updates against implementations written out here, what devices exchange, and what is refused."""
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax import algorithms
 from msrl_jax.algorithms import C51
 from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
 from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, one, plain_mlp, start, wide
@@ -119,9 +117,3 @@ def test_exploration_adds_noise_of_the_declared_deviation():
     np.testing.assert_allclose(action, want, rtol=1e-4, atol=1e-5)
     greedy = agent.act(after, obs[0], None, ())[0]
     np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0), ())[0], greedy)
-
-
-@pytest.mark.parametrize("name", ["td3", "ddpg"])
-def test_every_field_is_documented_with_its_usual_value(name):
-    texts = {f.name: f.metadata["doc"] for f in dataclasses.fields(algorithms.get(name))}
-    assert [field for field, text in texts.items() if "Usual: " not in text] == []

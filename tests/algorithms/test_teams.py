@@ -174,7 +174,7 @@ def test_totals_do_not_rank_opposing_teams(tmp_path):
     """Opposing teams have no best checkpoint and no best member; the returns of each are shown."""
     result = msrl.train(
         "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
-        teams={"red": TEXT, "blue": "random"}, **SMALL,
+        teams={"red": TEXT, "blue": "random"}, policy="GPUOnly:num_devices=1", **SMALL,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"does not rank members; choose one: member=0"):
         result.evaluate(4)

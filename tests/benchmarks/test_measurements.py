@@ -75,13 +75,13 @@ def test_tiny_runs_of_groups_fill_the_record_and_the_page(tmp_path, page, monkey
 @pytest.mark.long
 def test_tiny_rows_are_measured_and_the_page_is_written(tmp_path, page, capsys):
     page, record = page("gpu"), tmp_path / "gpu.json"
-    words = ["ppo CartPole-v1 4 x 128, 64 seeds", "PBT of 16"]
+    words = ["PBT of 16"]
     gpu.main(["--tiny", "--repeats", "1", "--seconds", "0.05", "--json", str(record), "--docs", str(page), "--only", *words])
     rows = json.loads(record.read_text())["rows"]
-    assert len(rows) == 2 and all(row["rate"] > 0 and row["compile_seconds"] > 0 for row in rows)
+    assert len(rows) == 1 and all(row["rate"] > 0 and row["compile_seconds"] > 0 for row in rows)
     text = page.read_text()
     assert "stale" not in text and all(f"| {row['label']} | {row['rate']:,.0f} |" in text for row in rows)
-    assert "PBT of 4 members" in text and "2 seeds" in text
+    assert "PBT of 4 members" in text
 
 
 @pytest.mark.slow

@@ -1,16 +1,14 @@
 """Comparisons with other libraries, which train in other processes: turns, records, and tables in pages."""
 
 import json
-import os
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import compare_rllib as rllib
-from benchmarks import reactor, reactor_worker, suite_trainers
+from benchmarks import reactor, suite_trainers
 from benchmarks.comparison import Peer, Setting, chosen, merge, others_seconds, rewrite, table
 
 SETTING = Setting("ppo", "CartPole-v1", {"num_envs": 4, "unroll_length": 128})
@@ -176,21 +174,6 @@ def test_tiny_runs_fill_the_record_and_the_page(setting, tmp_path, page, worker,
         rllib.main([*arguments, "--json", str(record), "--only", "nothing"])
 
 
-@pytest.mark.long
-def test_ray_trains_a_setting_and_answers_with_its_speed_and_its_time():
-    python = os.environ.get("RLLIB_PYTHON")
-    if not python:
-        pytest.skip("RLLIB_PYTHON names no Python with Ray RLlib")
-    command = [python, Path(rllib.__file__).with_name("rllib_worker.py")]
-    config = rllib.PPO | SMALL | {"unroll_length": 64}
-    setting = rllib.Setting("ppo", "gymnasium:CartPole-v1", config, only_ours=rllib.OURS["ppo"])
-    with rllib.peer(command, setting, continuing=True) as peer:
-        assert peer.about["versions"]["ray"] and peer.run(0.1) > 0
-        request = {"seed": 10_000, "target": 1.0, "max_steps": 20_000, "max_seconds": 60.0}
-        answer = peer.ask(json.dumps(request))
-    assert answer["reached"] and answer["return"] >= 1 and 100 < answer["steps"] < 20_000
-
-
 def test_seeds_take_turns_and_fill_the_record_and_the_page(tmp_path, page, worker, monkeypatch, capsys):
     def ours(task, seed):
         return {"return": 100.0 * (seed + 1), "steps": task.total_steps, "seconds": 2.0}
@@ -215,18 +198,6 @@ def test_seeds_take_turns_and_fill_the_record_and_the_page(tmp_path, page, worke
             suite_trainers.main([*arguments, *wrong])
 
 
-@pytest.mark.slow
-def test_both_train_for_as_many_steps():
-    python = os.environ.get("BRAX_PYTHON")
-    if not python:
-        pytest.skip("BRAX_PYTHON names no Python with Brax")
-    task = suite_trainers.Task("brax:inverted_pendulum", 8192, suite_trainers.SHARED)
-    command = [python, Path(suite_trainers.__file__).with_name("brax_worker.py")]
-    row = suite_trainers.compare(task, command, [10_000])
-    for (run,) in (row["ours"], row["theirs"]):
-        assert run["steps"] == 8192 and 0 < run["return"] <= 1000
-
-
 def test_turns_with_ray_fill_the_record_and_the_page(tmp_path, page, worker):
     page, record = page("reactor"), tmp_path / "record.json"
     worker(reactor, "reactor_worker.py", RAY)
@@ -239,14 +210,3 @@ def test_turns_with_ray_fill_the_record_and_the_page(tmp_path, page, worker):
     assert "stale" not in text and f"{ratios[1]:,.2f} ({ratios[0]:,.2f} to {ratios[2]:,.2f})" in text
     with pytest.raises(SystemExit):
         reactor.main([*arguments[:2], "--json", str(record), "--only", "nothing"])
-
-
-@pytest.mark.long
-def test_ray_answers_with_its_speed():
-    python = os.environ.get("RLLIB_PYTHON")
-    if not python:
-        pytest.skip("RLLIB_PYTHON names no Python with Ray")
-    (setting,) = reactor.chosen(reactor.SETTINGS, ["inference 2"])
-    command = [python, Path(reactor_worker.__file__)]
-    with reactor.Peer(command, setting) as peer:
-        assert reactor.Calling(peer, "step").run(0.1) > 0

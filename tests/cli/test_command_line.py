@@ -325,6 +325,6 @@ def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     # The folder, and so the command, has the path of the file, which any working directory finds.
     assert done.returncode == 0 and f"msrl-jax train --algo {tmp_path}/own.py:Mine" in done.stdout, done.stderr
     on = ["train", "--out", "run", "--resume", "--trust", "--total-steps", 256, *common[2:]]
-    done = run(["evaluate", "run", "--episodes", 2, "--trust"], on)
+    done = run(on)
     assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"] == "own:Together", "without --policy, too"

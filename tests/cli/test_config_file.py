@@ -300,6 +300,7 @@ def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
     assert (tmp_path / "third" / "run.toml").read_text() == file.read_text()
 
 
+@pytest.mark.long
 def test_an_object_has_no_place_in_a_file(tmp_path, capsys):
     env = envs.make("CartPole-v1")
     train(

@@ -67,7 +67,7 @@ def test_a_learner_names_no_code_to_an_actor():
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
     tiny = {"num_envs": 4, "unroll_length": 16, "hidden_sizes": (4,)}
-    msrl.train("impala", total_steps=64, eval_episodes=0, out=folder, progress=False, **tiny)
+    msrl.train("impala", total_steps=64, eval_episodes=0, out=folder, progress=False, policy="GPUOnly:num_devices=1", **tiny)
     return folder
 
 

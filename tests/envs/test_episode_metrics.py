@@ -185,6 +185,7 @@ def test_history_evaluation_summary_and_data_have_them(run):
     np.testing.assert_array_equal(loaded.evaluation.metrics["offset"], evaluation.metrics["offset"])
 
 
+@pytest.mark.long
 def test_an_evaluation_reduces_the_episodes_that_it_plays(run):
     result, *_ = run
     played = result.evaluate(16, seed=5)

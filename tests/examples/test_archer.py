@@ -19,6 +19,8 @@ with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of th
     from examples import archer as example
 from examples import twenty_questions as game
 
+pytestmark = pytest.mark.long
+
 APART = "examples.archer:Apart"
 OTHERS = ("GPUOnly", "SingleLearnerCoarse", "MultiLearner", "SingleLearnerFine", "Environments", "Central")
 QUESTIONS = (("is it soft", "cat"), ("has it legs", "cat chair"))
@@ -40,7 +42,6 @@ def play(env, word, words):
     return seen[1:]
 
 
-@pytest.mark.long
 def test_the_oracle_answers_by_the_table_and_each_answer_but_the_last_costs_one():
     words = "is it soft yes has it legs what is it chair no"  # actions while the oracle speaks are not heard
     answers = {"chair": ("no", "yes", "yes"), "cat": ("yes", "yes", "no"), "pen": ("no", "no", "no")}
@@ -60,7 +61,6 @@ def dialogues(number=6, env=ENV):
     return jax.vmap(functools.partial(game.simple_dialogue, env))(jax.random.split(jax.random.key(0), number))
 
 
-@pytest.mark.long
 def test_the_questioner_plays_by_the_rules_and_all_qualities_are_there():
     found = jax.device_get(dialogues(400, game.TwentyQuestions(8)))
     assert found.reward.sum(-1).min() == -8 and found.reward.sum(-1).max() == 0
@@ -328,25 +328,6 @@ def test_only_advantages_utterances_and_parameters_pass_between_the_learners():
     assert {placed[name] for name in ("critic_gradients", "update_critic", "judge")} == {"critics"}
     assert {placed[name] for name in ("propose", "actor_gradients", "update_actor", "remember")} == {"learner"}
     assert {placed[name] for name in ("speak", "listen")} == {"actors"}
-
-
-@pytest.mark.long
-def test_bad_input_is_refused_at_once():
-    with pytest.raises(ValueError, match=r"TwentyQuestions\(turns=0\): use at least 1, for a guess"):
-        game.TwentyQuestions(turns=0)
-    with pytest.raises(ValueError, match="give at least one word, which the oracle can think of"):
-        game.TwentyQuestions(words=(), questions=())
-    assert game.TwentyQuestions(words=list(game.WORDS), questions=game.QUESTIONS) == game.TwentyQuestions()
-    with pytest.raises(ValueError, match="the question 'is it very soft' has 4 words; use 3, as in a guess"):
-        game.TwentyQuestions(questions=(("is it very soft", "dog"),))
-    with pytest.raises(ValueError, match=r"the answer to 'is it soft' is yes for \['cat'\], which are not in words=\('dog',"):
-        game.TwentyQuestions(questions=(("is it soft", "dog cat"),))
-    with pytest.raises(ValueError, match="archer plays TwentyQuestions with size a multiple of 4; not Gymnax"):
-        msrl.train(example.ArCHer(), "CartPole-v1", total_steps=1)
-    with pytest.raises(ValueError, match="size a multiple of 4; not TwentyQuestions, 6"):
-        example.ArCHer(size=6).build(ENV)
-    with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors and two learners, and there are 2"):
-        compiled(APART, 2)
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import counted
 from msrl_jax.registry.table import ALGORITHMS
-from tests.support.bits import Bits
 from tests.support.compiled import collectives
 from tests.support.off_policy import SMALL, B, adam, assert_close, counting, drawn, plain_mlp, plain_policy, start
 from tests.support.small_runs import relative_difference
+
+pytestmark = pytest.mark.long
 
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
     from examples import contrastive_rl as example
@@ -159,18 +160,6 @@ def test_rewards_are_not_needed():
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s.params) for s in states))
 
 
-def test_bad_input_is_refused_before_anything_compiles():
-    refused = functools.partial(msrl.train, example.ContrastiveRL(), total_steps=1)
-    with pytest.raises(TypeError, match=r"observations of Pendulum-v1 are Box.*a goal-conditioned environment needs"):
-        refused("Pendulum-v1")
-    with pytest.raises(TypeError, match="contrastive_rl acts in a bounded Box"):
-        refused(Bits())
-    with pytest.raises(ValueError, match="shards=3 does not divide both num_envs=16 and batch_size=32; use a divisor of 16"):
-        build(**{"replay.shards": 3})
-    with pytest.raises(ValueError, match=r"batch_size=1: use an integer of at least 2"):
-        example.ContrastiveRL(batch_size=1)
-
-
 class Parts:
     """Goals are of three parts, more than there are environments below."""
 
@@ -194,12 +183,6 @@ def test_goals_may_have_several_parts():
     state = jax.eval_shape(agent.init, jax.random.key(0))
     weights = {x.shape[0] for x in jax.tree.leaves(state.inner.params["critic"]["goal"]) if len(x.shape) == 2}
     assert 2 + 1 + 3 in weights and jax.eval_shape(agent.iteration, state)
-
-
-def test_the_figure_has_a_panel_for_each_task_and_a_curve_for_each_algorithm():
-    runs = {name: (np.arange(4), np.linspace(0, 1, 8).reshape(4, 2)) for name in example.ALGORITHMS}
-    svg = example.figure(dict.fromkeys(example.TASKS, runs))
-    assert all(svg.count(f">{name}<") == 2 for name in example.ALGORITHMS) and svg.count(">environment steps<") == 2
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from msrl_jax.registry.table import ALGORITHMS
 from tests.support.keys import key_uses, reused_keys
 from tests.support.small_runs import relative_difference
 
+pytestmark = pytest.mark.long
+
 with mock.patch.dict(ALGORITHMS):  # other tests go through the algorithms of the package
     from examples import maml as example
 
@@ -79,7 +81,6 @@ def drawn(policy, key, params, tasks, rollouts, steps):
     return example.Rollouts(obs, action, log_prob, jax.random.normal(keys[2], shape), valid)
 
 
-@pytest.mark.long
 def test_the_gradient_through_the_step_of_a_network_is_that_of_differences():
     with jax.enable_x64(True):
         policy = example.Gaussian(2, (5,))
@@ -233,20 +234,6 @@ def test_eight_devices_compute_what_one_does(policy, on_one_device):
 def test_the_adapter_is_where_the_actors_are_unless_a_layout_places_its_role(policy, placement):
     placed = {each["name"]: each["placement"] for each in compiled(policy, 8).explain().to_dict()["fragments"]}
     assert placed["adapt"] == placement and placed["act_adapted"] == "actors"
-
-
-def test_bad_input_is_refused_at_once():
-    for space in (envs.Box(-np.inf, 1, (2,)), envs.MultiDiscrete([3, 3])):
-        env = type("Other", (example.Navigation,), {"action_space": space})()
-        with pytest.raises(TypeError, match=r"bounded ones of floats as actions, and was given Box\(-inf, inf, \(2,\)"):
-            msrl.train(example.MAML(), env, total_steps=1)
-    for name in ("CartPole-v1", "gymnasium:Pendulum-v1"):
-        with pytest.raises(TypeError, match="maml takes environments on devices, vectors as observations and bounded "):
-            msrl.train(example.MAML(), name, total_steps=1)
-    with pytest.raises(ValueError, match="num_rollouts=1: use an integer of at least 2"):
-        example.MAML(num_rollouts=1)
-    with pytest.raises(ValueError, match=r"Apart\(\) needs 3 devices, for actors, adapters and a learner, and there are 2"):
-        compiled(APART, 2)
 
 
 @pytest.mark.slow

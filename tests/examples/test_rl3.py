@@ -6,6 +6,8 @@ import pytest
 
 from examples import rl3 as example
 
+pytestmark = pytest.mark.long
+
 STEPS, SEEDS, EPISODES = 500_000, 5, 512
 
 
@@ -30,12 +32,6 @@ def test_a_known_task_earns_what_backward_induction_says():
     assert example.best(tasks, tasks.learned, 40) == pytest.approx(np.mean(values), rel=1e-5)
     bandits = example.bandits()
     assert example.best(bandits, bandits.learned) == pytest.approx(5 / 6, abs=0.02)
-
-
-def test_the_figure_has_a_panel_for_each_distribution_of_tasks():
-    rows = {"as in training": np.full((2, 4), 1.0), "others": np.arange(8.0).reshape(2, 4)}
-    svg = example.figure({"RL^2": rows, "RL^3": rows}, {"as in training": 1.5, "others": 2.0}, 64)
-    assert svg.count("reward per step") == 2 and svg.count("task known") == 2
 
 
 @pytest.mark.slow

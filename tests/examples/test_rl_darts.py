@@ -15,6 +15,8 @@ from msrl_jax import algorithms
 from msrl_jax.algorithms import build, counted
 from tests.support.small_runs import relative_difference
 
+pytestmark = pytest.mark.long
+
 POLICIES = ("SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
 SMALL = example.CellNetwork(num_nodes=2, channels=2, num_features=6)
 SIZES = {
@@ -187,25 +189,6 @@ def test_a_search_trains_the_cell_that_it_finds_and_is_drawn(algorithm, monkeypa
     assert all(run.history["step"][-1] == 512 for run in runs.values())
     svg = example.figure({"a game": [(runs, entropies)] * 2})
     assert all(svg.count(f">{name}<") == 1 for name in (*example.NETWORKS, "the search")) and svg.count(">a game<") == 2
-
-
-def test_bad_input_is_refused_in_words():
-    with pytest.raises(ValueError, match=r"operations=\('zero',\): a node without operations computes nothing; use some"):
-        example.CellNetwork(operations=("zero",))
-    with pytest.raises(ValueError, match=r"operations=\(\): a node without operations"):
-        example.CellNetwork(operations=())
-    with pytest.raises(ValueError, match=r"cell=\(\(\(0, 'identity'\),\), \(\)\): a node without operations"):
-        example.CellNetwork(cell=(((0, "identity"),), ()))
-    for node, cell in ((1, (((1, "identity"),),)), (2, (((0, "identity"),), ((-1, "identity"),)))):
-        with pytest.raises(ValueError, match=rf"an edge into node {node} comes from -?1; use a node before it, from 0 on"):
-            example.CellNetwork(cell=cell)
-    with pytest.raises(ValueError, match=r"operations=\('identity', 'identity'\): name each once"):
-        example.CellNetwork(operations=("identity", "identity"))
-    with pytest.raises(ValueError, match="operation 'conv7x7' is unknown; use some of conv3x3, conv5x5"):
-        example.CellNetwork(operations=("conv7x7",))
-    for network, what in (("cnn", "network='cnn'"), (example.CellNetwork(cell=(((0, "identity"),),)), "a discrete cell")):
-        with pytest.raises(TypeError, match=rf"the run has {what}, which is not a supernet; train with network=CellNetwork"):
-            example.discretize(a_result(network, np.zeros((1, 5))))
 
 
 @pytest.mark.slow

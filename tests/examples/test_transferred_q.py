@@ -12,6 +12,8 @@ import msrl_jax as msrl
 from examples import transferred_q as example
 from tests.support.keys import key_uses, reused_keys
 
+pytestmark = pytest.mark.long
+
 SMALL = example.Setting(
     sources=8, source_episodes=40, target_episodes=8, episodes_per_iteration=4, coordinates=5, relevant=2, changed=1, stages=2
 )
@@ -69,7 +71,6 @@ def design(data, task, stage):
     return np.hstack([np.ones_like(actions), states, actions, actions * states])
 
 
-@pytest.mark.long
 def test_the_estimate_is_that_of_the_paper_written_out():
     state = example.initial_state(0, SMALL, 3)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)
@@ -125,7 +126,6 @@ def test_eight_devices_compute_the_bits_of_one_at_the_sizes_of_the_page(policy, 
     jax.tree.map(np.testing.assert_array_equal, outcome(setting, policy, 8, seed), outcome(setting, "GPUOnly", 1, seed))
 
 
-@pytest.mark.long
 def test_without_sources_the_estimate_is_the_lasso_of_the_target():
     state = example.initial_state(0, SMALL, 0)
     target = jax.tree.map(lambda x: x[:1], example.initial_state(1, SMALL, 1).sources)

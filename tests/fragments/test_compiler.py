@@ -70,7 +70,7 @@ def test_shared_values_that_are_delayed_are_right():
     np.testing.assert_allclose(state.state["params"], params, 1e-5)
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_thousands_of_operations_in_a_row_compile(staleness):
     def glue(key, params, x):
         for _ in range(1500):

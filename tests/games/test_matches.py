@@ -10,6 +10,8 @@ from msrl_jax.games import Player, match, minimax, with_search
 from tests.support.many_agents import Homes
 from tests.support.tic_tac_toe import at_random, number, perfect, solved, tables
 
+pytestmark = pytest.mark.long
+
 GAME = "pgx:tic_tac_toe"
 
 
@@ -29,7 +31,6 @@ def test_paper_beats_rock_in_both_seats():
     assert (lost.wins, lost.losses, lost.score) == (0, 4, 0.0)
 
 
-@pytest.mark.long
 def test_perfect_play_draws_with_itself_and_never_loses():
     assert solved(frozenset(), frozenset())[0] == 0
     with_itself = match(GAME, perfect(), perfect(), games=100)

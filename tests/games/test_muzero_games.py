@@ -201,7 +201,7 @@ def test_games_that_do_not_fit_are_refused(env, message):
         make_still("muzero", env, **SMALL)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_plays_both_seats_and_searches_in_them(game, tmp_path):
     result = msrl.train("muzero", GAME, total_steps=320, eval_episodes=0, devices=jax.devices()[:1], **SMALL)
     assert set(result.history) >= {"episode_draw", "episode_player_0_wins"} and (result.evaluate(4).returns == 0).all()

@@ -13,6 +13,8 @@ from scipy.special import expit
 from msrl_jax.games import Player, at_random, bradley_terry, minimax, round_robin
 from tests.support.many_agents import Homes
 
+pytestmark = pytest.mark.long
+
 
 def two(points, **options):
     return bradley_terry(("a", "b"), np.array([[0, points[0]], [points[1], 0]]), **options)

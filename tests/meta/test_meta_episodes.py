@@ -90,7 +90,7 @@ def values_by_hand(moves, visits, rewards, discount=0.9, smoothing=0.2, sweeps=L
     return q
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_model_is_counted_and_solved_as_by_hand(seed):
     states, obs, actions, (reward, *_) = played(RL3, seed)
     inner = states.env_state.env_state
@@ -158,7 +158,7 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
 
 @pytest.mark.parametrize(
     ("reduction", "value"),
-    [("last", 3), pytest.param("max", 3, marks=pytest.mark.long), ("sum", 1 + 1 + 1 + 1 + 2 + 3)],
+    [("last", 3), pytest.param("max", 3, marks=pytest.mark.slow), ("sum", 1 + 1 + 1 + 1 + 2 + 3)],
 )
 def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
     inner = type("Reporting", (StopReason,), {"metrics": {"steps": reduction}})()

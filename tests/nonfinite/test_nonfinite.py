@@ -29,7 +29,7 @@ MORE = [
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
-        ("ppo", "reward", TOGETHER),
+        pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.long),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )  # fmt: skip

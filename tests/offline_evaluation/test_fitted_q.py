@@ -184,7 +184,8 @@ def test_the_command_estimates_from_data(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(room, "estimate_return", shorter)
     small = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "eval_episodes": 0}
-    msrl.train("ppo", "CartPole-v1", total_steps=256, progress=False, out=tmp_path / "run", **small)
+    small |= {"progress": False, "policy": "GPUOnly:num_devices=1"}
+    msrl.train("ppo", "CartPole-v1", total_steps=256, out=tmp_path / "run", **small)
     run, played = str(tmp_path / "run"), str(tmp_path / "played.npz")
     assert main(["record", run, "--steps", "400", "--out", played]) == 0
     capsys.readouterr()

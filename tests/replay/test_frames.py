@@ -154,11 +154,16 @@ def test_what_cannot_be_kept_once_is_refused(storage, message):
         replay.uniform(example(Camera(0, 9).unroll()), **SIZES, storage=storage)
 
 
+RUN = {
+    "num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False,
+    "policy": "GPUOnly:num_devices=1",
+}  # fmt: skip
+
+
 def test_a_run_is_the_same_and_the_text_of_the_option_is_read():
     env = msrl.envs.FrameStack(msrl.envs.make("CartPole-v1"), 4)
-    options = {"num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False}
     replays = [f"replay:capacity=4096,learning_starts=128{storage}" for storage in ("", ",storage=frame_stack(4)")]
-    runs = [msrl.train("dqn", env, total_steps=1024, eval_episodes=0, replay=r, **options) for r in replays]
+    runs = [msrl.train("dqn", env, total_steps=1024, eval_episodes=0, replay=r, **RUN) for r in replays]
     assert runs[1].config.replay == Replay(4096, learning_starts=128, storage="frame_stack(4)")
     assert str(runs[1].config.replay) == replays[1].replace("=frame_stack(4)", "='frame_stack(4)'")
     for x, y in zip(*(jax.tree.leaves(run.state.params) for run in runs), strict=True):
@@ -169,16 +174,14 @@ def test_a_run_is_the_same_and_the_text_of_the_option_is_read():
 
 @pytest.mark.parametrize("codec", ["frame_stack(4)", "uint8"])
 def test_a_run_whose_observations_do_not_fit_the_codec_ends(codec):
-    options = {"num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False}
     replay = f"replay:capacity=2048,learning_starts=128,storage={codec}"
     with pytest.raises(ValueError, match=r"has lost 100% of the steps: replay\.storage cannot keep their observations"):
-        msrl.train("dqn", total_steps=512, eval_episodes=0, replay=replay, **options)
+        msrl.train("dqn", total_steps=512, eval_episodes=0, replay=replay, **RUN)
 
 
 def test_a_run_that_loses_steps_of_short_episodes_warns_once():
     env = msrl.envs.FrameStack(msrl.envs.TimeLimit(msrl.envs.make("CartPole-v1"), 5), 4)
-    options = {"num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False, "chunk": 8}
     replay = "replay:capacity=2048,learning_starts=128,storage=frame_stack(4)"
     with pytest.warns(UserWarning, match=r"has lost \d+% of the steps") as warned:
-        msrl.train("dqn", env, total_steps=4096, eval_episodes=0, replay=replay, **options)
+        msrl.train("dqn", env, total_steps=4096, eval_episodes=0, replay=replay, chunk=8, **RUN)
     assert len(warned) == 1

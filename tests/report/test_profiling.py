@@ -15,6 +15,8 @@ from msrl_jax.cli import main
 from msrl_jax.fragments import host_fragment
 from msrl_jax.report.profiles import OF_RUN, PHASES, Profile
 
+pytestmark = pytest.mark.long
+
 TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
 ONCE = {"iterations": 2, "repeats": 1}
 
@@ -129,7 +131,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.long
 def test_a_run_is_profiled_as_it_ran_and_its_page_shows_it(folder, tmp_path, capsys):
     few = ["--iterations", "1", "--repeats", "1"]
     assert main(["profile", "--run", str(folder), *few, "--json"]) == 0

@@ -5,6 +5,7 @@ import html.parser
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,8 @@ from msrl_jax.report.curves import mean_curve
 from msrl_jax.report.statistics import estimate, mean
 from msrl_jax.run.evaluation.history import stack_rows
 from tests.support.full_disk import no_file_above
+
+pytestmark = pytest.mark.long
 
 TINY = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "total_steps": 6 * 64,
@@ -25,7 +28,7 @@ TINY = {
 def folder(tmp_path_factory):
     """The folder of a run of three seeds."""
     path = tmp_path_factory.mktemp("runs") / "a<b"
-    msrl.train("ppo", "CartPole-v1:max_steps_in_episode=30", seeds=3, out=path, **TINY)
+    msrl.train("ppo", "CartPole-v1:max_steps_in_episode=30", seeds=3, out=path, devices=jax.devices()[:1], **TINY)
     return path
 
 
@@ -220,7 +223,6 @@ def test_a_curve_is_the_mean_over_seeds_with_its_interval():
     np.testing.assert_allclose(middle, long.reshape(50, 10).mean(1))
 
 
-@pytest.mark.long
 def test_a_page_draws_plans_and_shows_the_last_film(folder, run, tmp_path):
     films = folder / "videos"
     films.mkdir()

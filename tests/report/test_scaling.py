@@ -20,6 +20,8 @@ from msrl_jax.report.scaling import format_plans, plans
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from benchmarks import scaling as script
 
+pytestmark = pytest.mark.long
+
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
 
 
@@ -50,7 +52,6 @@ def test_together_each_device_reduces_one_gradient_however_many_there_are():
     assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
 
 
-@pytest.mark.long
 def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments(apart):
     rows = [row.to_dict() for row in apart]
     assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]
@@ -86,7 +87,6 @@ def explain(capsys, *flags):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.long
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
     monkeypatch.setattr("msrl_jax.report.scaling.plans", functools.cache(plans))  # the table shows what the JSON does

@@ -77,6 +77,7 @@ def test_the_size_of_targets_whose_squares_are_no_float32(large, masked):
     np.testing.assert_allclose(size.size, np.sqrt(weights @ squares), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algorithm", "scaled"),
     [

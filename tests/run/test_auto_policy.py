@@ -1,7 +1,6 @@
 """`policy="auto"`: the fastest of the policies that compute the same run, why, and what it cannot know."""
 
 import dataclasses
-import itertools
 import json
 
 import jax
@@ -11,9 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax.cli import main
-from msrl_jax.fragments.measure import delayed, predict
 from msrl_jax.fragments.runtime.timing import Prediction
-from msrl_jax.report.bench import program_runner
 from msrl_jax.run import auto_policy
 from msrl_jax.run.prepare import make_experiment
 
@@ -151,36 +148,3 @@ def test_the_command_shows_the_choice_and_its_plan(monkeypatch, capsys):
     assert "measuring GPUOnly" in out.err and out.out.startswith("Central: ") and "\nCentral(): " in out.out
     assert main([*given.split(), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["choice"]["policy"] == "Central"
-
-
-CASES = [
-    ("ppo", {"num_envs": 16, "unroll_length": 8, "num_minibatches": 4}),
-    ("ppo", {"num_envs": 256, "unroll_length": 16, "num_minibatches": 4, "hidden_sizes": (128, 128)}),
-    ("a2c", {"num_envs": 64, "unroll_length": 8}),
-    ("impala", {"num_envs": 64, "unroll_length": 16}),
-    ("dqn", {"num_envs": 16}),
-]
-DELAYS = (0.0, 2e-4, 1e-3, 6e-3)
-
-
-@pytest.mark.slow
-def test_the_choice_is_the_fastest_measured_policy_or_within_a_tenth_of_it():
-    """20 cases: algorithms and sizes times delays of a transfer, which the host sleeps."""
-    regrets = {}
-    for number, (algo, sizes) in enumerate(CASES):
-        experiment = make_experiment(algo, "CartPole-v1", **sizes)
-        programs = {name: experiment.compile(policies.get(name)) for name in policies.names()}
-        for delay in DELAYS:
-            predicted, measured = {}, {}
-            for name, program in programs.items():
-                predicted[name] = predict(program, experiment.start(program), delay=delay).seconds
-                count = max(1, round(0.3 / predicted[name]))
-                with delayed(program, delay):
-                    measured[name] = 1 / program_runner(experiment, program, count).run(1.0)
-            best = min(predicted, key=predicted.get)
-            regrets[number, delay] = measured[best] / min(measured.values())
-            print(algo, sizes, delay, best, min(measured, key=measured.get), regrets[number, delay])
-    assert len(regrets) == len(list(itertools.product(CASES, DELAYS))) == 20
-    assert sum(r <= 1.1 for r in regrets.values()) >= 18, regrets
-
-

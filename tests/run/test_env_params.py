@@ -14,7 +14,6 @@ from msrl_jax import cli, envs
 from msrl_jax.agents.transformations import counted
 from msrl_jax.envs.param_sources import changed, find_source
 from msrl_jax.run import Result
-from msrl_jax.run.experiment.plain_data import RunFolderError
 from tests.support.runs import assert_same_run, stop_after
 from tests.support.transitions import noise
 
@@ -221,15 +220,3 @@ def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     assert cli.main([*train, "--total-steps", "384", "--resume"]) == 0
     assert cli.main([*train[:4], str(tmp_path / "other"), *options, "--env-params", "lenght=1"]) == 2
     assert "no parameter 'lenght' (did you mean 'length'?)" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_function_has_to_be_given_again(tmp_path):
-    def drawn(key):
-        return {"length": jax.random.uniform(key)}
-
-    options = {"total_steps": 256, "eval_episodes": 0, "out": tmp_path / "run", "progress": False, **SMALL["ppo"]}
-    msrl.train("ppo", ENV, env_params=drawn, **options)
-    with pytest.raises(RunFolderError, match=r"draws its env_params with a function .*drawn; pass it again"):
-        Result.load(tmp_path / "run")
-    assert Result.load(tmp_path / "run", env_params=drawn).evaluate(2)

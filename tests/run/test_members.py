@@ -44,9 +44,8 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device):
     assert_member(members, 2, alone)
 
 
-@pytest.mark.parametrize(
-    "algo", [pytest.param(a, marks=pytest.mark.long if a == "es" else pytest.mark.slow) for a in PARTICULAR]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", PARTICULAR)
 def test_members_of_every_algorithm_equal_separate_runs(algo, one_device):
     def train(**seeds):
         return msrl.train(

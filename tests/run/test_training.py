@@ -184,13 +184,6 @@ def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
-    before = (run_folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="already holds a run"):
-        msrl.train("ppo", ENV, total_steps=64, out=run_folder, progress=False, **tiny)
-    assert (run_folder / "metrics.jsonl").read_bytes() == before
-
-
 def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
     experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, **tiny)
     assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment

@@ -88,6 +88,7 @@ def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.long
 def test_the_table_has_a_row_for_each_trial(swept):
     assert [trial.values for trial in swept.trials] == [
         {"learning_rate": rate, "num_envs": count} for rate in (1e-3, 3e-2) for count in (8, 16)
@@ -102,6 +103,7 @@ def test_the_table_has_a_row_for_each_trial(swept):
     assert all(str(trial.number) in repr(swept) for trial in swept.trials)
 
 
+@pytest.mark.long
 def test_the_command_trains_the_best_setting(swept, tiny):
     given = parse("msrl-jax train", COMMANDS["train"], shlex.split(swept.command())[2:]).given
     made = make_experiment(**{name: x for name, x in given.items() if name not in ("policy", "eval_episodes")})
@@ -127,6 +129,7 @@ def test_numbers_of_the_command_are_exact(tiny):
     assert given["env_params"] == "length=uniform(0.25, 1)" and given["rank_by"] == "success"
 
 
+@pytest.mark.long
 def test_the_folder_holds_the_result(swept, folder):
     loaded = msrl.SweepResult.load(folder)
     assert loaded.trials == swept.trials and loaded.command() == swept.command() and repr(loaded) == repr(swept)
@@ -135,6 +138,7 @@ def test_the_folder_holds_the_result(swept, folder):
     assert loaded.run().settings[loaded.best.member]["learning_rate"] == loaded.best.values["learning_rate"]
 
 
+@pytest.mark.long
 def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
     figure = msrl.plot_sweep(swept, tmp_path / "sweep.png")
     labels = [panel.get_xlabel() for part in figure.subfigs for panel in part.axes]
@@ -169,13 +173,7 @@ def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, mo
         msrl.train(seen[0], num_envs=8)
 
 
-def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
-        msrl.sweep("ppo", ENV, out=tmp_path, method="grid", learning_rate=[1e-3, 1e-2], **COMMON, **tiny)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -192,6 +190,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
         msrl.sweep("ppo", ENV, out=folder, devices=one_device, **(arguments | tiny | {"num_envs": [8, 16]} | change))
 
 
+@pytest.mark.long
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
     monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", None)
     again = msrl.sweep(

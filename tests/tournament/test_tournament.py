@@ -23,6 +23,8 @@ from msrl_jax.tournament.worker import _copied
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 ROUND = {"round_steps": 128, "total_steps": 512, "eval_episodes": 4}
@@ -111,7 +113,6 @@ def test_members_go_on_where_they_were(tmp_path, one_device):
     assert mixed.rounds[-1]["algorithm"] == "ppo" and mixed.rounds[-1]["parent"] is None
 
 
-@pytest.mark.long
 def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
     """Two workers of two algorithms on one and two devices; one of them is killed, and another takes its place."""
     board = tmp_path / "board"

@@ -51,6 +51,7 @@ def test_every_environment_conforms(name):
     assert env.observation_space.shape == jax.tree.map(lambda x: x.shape[1:], jax.eval_shape(env.reset, jax.random.key(0))[1])
 
 
+@pytest.mark.long
 def test_names_are_listed_but_those_whose_packages_are_missing(capsys):
     everything = _registration().registered_envs
     lacking = {name for name in everything if SUITES["jaxmarl"].lacks(name)}

@@ -20,7 +20,6 @@ from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from tests.fragments.passes.lax_close import CLOSE
 from tests.fragments.passes.lax_exact import EXACT
 from tests.fragments.passes.lax_inputs import Inputs
-from tests.support.slow import slow_unless
 
 LEFT_OUT = {
     "communicate between the devices of a `shard_map`, which nothing partitions": (
@@ -191,7 +190,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("split", [slow_unless(s == Split(3, 1, 1, 1), s) for s in SPLITS], ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS, ids=lambda s: "-".join(map(str, s)))
 def test_operations_on_a_split_array_compute_what_they_do_on_a_whole_one(split):
     assert differences(split, split.cases()) == []

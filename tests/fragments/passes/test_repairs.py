@@ -211,7 +211,7 @@ jax.jit(lambda x: jax.lax.scan(step, x, length=0)[0]).lower(jax.device_put(1.0, 
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_jax_cannot_write_a_loop_of_no_steps_with_effects_to_its_cache():
     """The smallest program in plain JAX. From jaxlib 0.11 on it can."""
     stored = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # programs of any size
@@ -229,7 +229,7 @@ jax.jit(lambda x: jax.lax.pad(x, x[0], [(-1, 0, 1)])).lower(jax.device_put(np.on
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_xla_aborts_at_negative_padding_beside_interior_padding():
     """The smallest program in plain JAX: once it compiles, `repairs` need not slice."""
     assert processes.run([sys.executable, "-c", NEGATIVE_PADDING]).returncode == -signal.SIGABRT

@@ -58,11 +58,11 @@ def assert_same_rows(file, expected):
 
 
 STALE = "SingleLearnerCoarse:actors=2,learners=2,staleness=2"
-KINDS = {("ppo", "GPUOnly"): [], ("impala", STALE): [pytest.mark.long]}
+LONG = {("ppo", "GPUOnly"), ("impala", STALE)}
 SYNCHRONOUS = ("GPUOnly", "SingleLearnerFine", "Central")
 STALENESS = (STALE, "SingleLearnerCoarse:staleness=2", "SingleLearnerCoarse:actors=1,learners=1,staleness=2")
 ALL = [(name, policy) for name in runs.RUNS for policy in (STALENESS if name == "impala" else SYNCHRONOUS)]
-MARKED = [pytest.param(*kind, marks=KINDS.get(kind, [pytest.mark.slow])) for kind in ALL]
+MARKED = [pytest.param(*kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow) for kind in ALL]
 
 
 @pytest.mark.parametrize(("name", "policy"), MARKED)
@@ -165,6 +165,7 @@ def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
         np.testing.assert_array_equal(np.concatenate(parts, 1).reshape(getattr(both, name).shape), getattr(both, name))
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_read(copy, capfd):
     done = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     (copy / "summary.json").unlink()  # killed before its last line

@@ -39,6 +39,7 @@ CONFLICTS = [
 ]
 
 
+@pytest.mark.long
 def test_a_rounded_number_is_the_one_that_was_saved(copy):
     """The run has the learning rate 0.003, and `np.float32(0.003)` is 0.003000000026077032."""
     options = {"devices": jax.devices()[:1], "eval_episodes": 0, "progress": False}
@@ -232,6 +233,7 @@ def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_run_without_a_checkpoint_starts_again(copy, stopped):
     remove_checkpoints(copy)
     with pytest.raises(CheckpointError, match=r"has no checkpoint 'newest'"):
@@ -352,6 +354,7 @@ def test_a_disk_that_is_full_at_the_start_is_named(tmp_path):
     assert os.path.dirname(caught.value.filename) == str(path) and not path.exists()
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_device):
     """A file takes the place of the folder of checkpoints; rows cannot be appended to a folder."""
     path = tmp_path / "run"

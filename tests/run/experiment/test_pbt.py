@@ -39,9 +39,12 @@ def keys(count, seed=0):
     return jax.random.split(jax.random.key(seed), count)
 
 
+compiled_exploit = jax.jit(exploit, static_argnums=0)
+
+
 def parents(pbt, score, ready=None, seed=0):
     ready = np.ones(len(score), bool) if ready is None else np.array(ready)
-    return np.asarray(exploit(pbt, jnp.float32(score), ready, keys(len(score), seed)))
+    return np.asarray(compiled_exploit(pbt, jnp.float32(score), ready, keys(len(score), seed)))
 
 
 # ---- exploit and explore
@@ -201,7 +204,7 @@ def toy(pbt, exploits, explores, key):
     return true(theta).max()
 
 
-@pytest.mark.parametrize("how", ["perturb", pytest.param("resample", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["perturb", pytest.param("resample", marks=pytest.mark.slow)])
 def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(how):
     pbt = msrl.PBT(
         search={"h0": envs.uniform(0.1, 1), "h1": envs.uniform(0.1, 1)}, members=2, fraction=0.5, explore=how,
@@ -371,7 +374,8 @@ def collectives_by_place(compiled):
     return each[True], each[False]
 
 
-@pytest.mark.parametrize("together", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [True, False])
 def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     setup, *_ = reference()
     program = setup.compile(ByMember(together), jax.devices()[:4])

@@ -316,6 +316,7 @@ def test_a_sweep_that_somebody_sent_runs_nothing(sent):
             look(0)
 
 
+@pytest.mark.long
 def test_an_own_experiment_takes_nothing_from_its_folder(sent, stopped):
     experiment = Result.load(stopped).experiment
     run = sent(env_spec="evil:Env", policy="evil:P")

@@ -21,6 +21,8 @@ from msrl_jax.games.small_games import RockPaperScissors
 from msrl_jax.run.outputs.video import film
 from tests.support.acting import acting
 
+pytestmark = pytest.mark.long
+
 
 class Place(NamedTuple):
     at: jax.Array
@@ -76,7 +78,6 @@ def test_a_video_has_every_state_of_each_episode(road):
     assert places(cut.episodes[0]) == expected[:4] and cut.fps == 7.5
 
 
-@pytest.mark.long
 def test_wrappers_and_drawn_parameters_keep_the_pictures(road):
     inner = msrl.envs.TimeLimit(msrl.envs.FlattenObservation(Road()), 3)
     behavior, state = acting("ppo", inner)
@@ -105,7 +106,6 @@ def test_files_hold_the_pictures(road, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["road.gif", "road.html"]
 
 
-@pytest.mark.long
 def test_an_mp4_has_all_pictures(road, tmp_path):
     ffmpeg = pytest.importorskip("imageio_ffmpeg")
     video = film(*acting("ppo", Road(size=(33, 47))), 1, 0, 1000, 10, "odd sizes")
@@ -222,7 +222,6 @@ def test_images_that_the_agent_sees_are_shown():
     assert (pictures == pictures[:, :1, :1, :1]).all()
 
 
-@pytest.mark.long
 def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
     options = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
     films = msrl.run.Filming(256, max_steps=5)
@@ -230,8 +229,9 @@ def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
         films.before(SimpleNamespace(path=None))  # type: ignore[arg-type]
     out = tmp_path / "run"
     msrl.train(
-        "ppo", "Catch-bsuite", total_steps=640, out=out, callbacks=[films], seeds=2, eval_episodes=0, progress=False, **options
-    )
+        "ppo", "Catch-bsuite", total_steps=640, out=out, callbacks=[films], seeds=2, eval_episodes=0, progress=False,
+        policy="GPUOnly:num_devices=1", **options,
+    )  # fmt: skip
     assert sorted(int(p.stem) for p in (out / "videos").glob("*.gif")) == [256, 512, 640]
     films = msrl.run.Filming(512, max_steps=5)
     msrl.train(resume=out, total_steps=1024, callbacks=[films], progress=False)
