@@ -5,20 +5,18 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax.agents.optimizers import has_own_rate
+from msrl_jax.configs.protocols import RolloutFields
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import RolloutFields
 
 Metrics = Mapping[str, jax.Array | Mean]
 
@@ -97,7 +95,7 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     return keys[0], keys[1:]
 
 
-def steps_before(config: "RolloutFields", progress: Progress) -> Counter:
+def steps_before(config: RolloutFields, progress: Progress) -> Counter:
     """Returns the number of environment steps done before each step of an unroll. `[T]`"""
     done = progress.times(config.num_envs * config.unroll_length)
     return advance(done, jnp.arange(config.unroll_length) * config.num_envs)

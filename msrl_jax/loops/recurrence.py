@@ -8,11 +8,12 @@ In the shape descriptions, `S` denotes the length of a window, `L` is `trace_len
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.configs.protocols import WindowFields
 from msrl_jax.envs import Environment, Space
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
@@ -28,14 +29,11 @@ from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.replay import NStep, ReplayBuffer, Transition
 from msrl_jax.replay.buffers import fold
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import WindowFields
-
 
 class ReplayedCore(RecurrentCore):
     """A recurrent core that brings the windows of off-policy algorithms."""
 
-    def windows(self, config: "WindowFields") -> "CoreWindows":
+    def windows(self, config: WindowFields) -> "CoreWindows":
         """Returns the windows of a config."""
         return CoreWindows(config)
 
@@ -51,7 +49,7 @@ class History(NamedTuple):
 class CoreWindows(Windows):
     """The windows of networks with recurrent cores: sequences of steps."""
 
-    def __init__(self, config: "WindowFields") -> None:
+    def __init__(self, config: WindowFields) -> None:
         super().__init__(config)
         self.cores: dict[str, RecurrentNetwork] = {}
 

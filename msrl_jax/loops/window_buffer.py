@@ -1,22 +1,20 @@
 """Makes the replay buffer of windows of steps of a config."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax import replay
+from msrl_jax.configs.protocols import ReplayFields
 from msrl_jax.replay import ReplayBuffer, Transition
 from msrl_jax.replay.buffers import storage_of
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import ReplayFields
 
 
 def window_buffer(
     obs: Any,
     action: Any,
-    config: "ReplayFields",
+    config: ReplayFields,
     batch_size: int,
     shards: int | None,
     carry: Any = (),

@@ -1,20 +1,18 @@
 """Torsos: the networks of a config up to the output layers, which the algorithms add."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from msrl_jax.configs.protocols import NetworkFields
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.networks.layers import ACTIVATIONS, Activate, dense, hidden
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import NetworkFields
 
 NetworkPart = Literal["actor", "critic", "value"]
 Encoder = Callable[[Space, Any, Activate], jax.Array]
@@ -107,7 +105,7 @@ Seen = Space | Torso | AsymmetricTorso
 """The input of a network: a space of observations, or torsos that are already made."""
 
 
-def make_torsos(seen: Seen, config: "NetworkFields") -> Torso | AsymmetricTorso:
+def make_torsos(seen: Seen, config: NetworkFields) -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
     if isinstance(seen, Torso | AsymmetricTorso):
         return seen
@@ -117,7 +115,7 @@ def make_torsos(seen: Seen, config: "NetworkFields") -> Torso | AsymmetricTorso:
     return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
-def make_torso(observation_space: Space, config: "NetworkFields") -> Torso:
+def make_torso(observation_space: Space, config: NetworkFields) -> Torso:
     """Makes the torso of a config.
 
     Raises:
