@@ -5,14 +5,13 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax.agents.optimizers import has_own_rate
-from msrl_jax.configs.protocols import RolloutFields
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
@@ -93,6 +92,20 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     """Splits the keys of environments `[E]` into keys for the next unroll `[E]` and for the steps of this one `[T, E]`."""
     keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
     return keys[0], keys[1:]
+
+
+class RolloutFields(Protocol):
+    """How many steps of how many environments an iteration takes."""
+
+    @property
+    def num_envs(self) -> int:
+        """The environments stepped in parallel, `E`."""
+        ...
+
+    @property
+    def unroll_length(self) -> int:
+        """The steps of every environment per iteration, `T`."""
+        ...
 
 
 def steps_before(config: RolloutFields, progress: Progress) -> Counter:

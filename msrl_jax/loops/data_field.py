@@ -1,11 +1,20 @@
 """Checks the field `data` of a config."""
 
 import os
+from typing import Any, Protocol
 
 from msrl_jax.configs.checking import check_unused
-from msrl_jax.configs.protocols import DataFields
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.checks import shown
+
+
+class DataFields(Protocol):
+    """The data set of a run."""
+
+    @property
+    def data(self) -> Any:
+        """The path of a data set, a `Dataset`, or None."""
+        ...
 
 
 def check_data(config: DataFields) -> None:

@@ -6,13 +6,27 @@ holds the sequences of one environment from every group of `M` adjacent ones. A 
 that hold whole groups.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.protocols import MinibatchFields
+from msrl_jax.agents.agent import RolloutFields
 from msrl_jax.networks.unrolls import Carry
+
+
+class MinibatchFields(RolloutFields, Protocol):
+    """How an unroll is split into minibatches; `core` is read if there is one."""
+
+    @property
+    def num_epochs(self) -> int:
+        """The passes over the batch per iteration."""
+        ...
+
+    @property
+    def num_minibatches(self) -> int:
+        """The updates per pass."""
+        ...
 
 
 def check_minibatches(config: MinibatchFields) -> None:

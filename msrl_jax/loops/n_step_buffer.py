@@ -1,20 +1,29 @@
 """Makes the replay buffer of n-step transitions of a config, which may mix the run's own experience with a data set."""
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 from msrl_jax import data
-from msrl_jax.configs.protocols import MixedFields
 from msrl_jax.data.check_spaces import load_for
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.loops.data_field import DataFields
+from msrl_jax.loops.window_buffer import ReplayFields, window_buffer
 from msrl_jax.replay import Relabelling, ReplayBuffer
 from msrl_jax.replay.buffers import storage_of
 from msrl_jax.replay.mixed import mix
+
+
+class MixedFields(ReplayFields, DataFields, Protocol):
+    """What mixes a data set into batches."""
+
+    @property
+    def data_fraction(self) -> float:
+        """The share of the data in a batch."""
+        ...
 
 
 def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:

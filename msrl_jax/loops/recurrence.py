@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.protocols import WindowFields
 from msrl_jax.envs import Environment, Space
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
@@ -21,7 +20,7 @@ from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.replay import Batch
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
-from msrl_jax.loops.windows import Windows
+from msrl_jax.loops.windows import WindowFields, Windows
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.recurrent import RecurrentCore, RecurrentNetwork, recurrent_network
 from msrl_jax.networks.torso import AsymmetricTorso, Torso

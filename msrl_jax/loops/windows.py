@@ -5,18 +5,43 @@ without a core.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from msrl_jax.configs.checking import check_unused
-from msrl_jax.configs.protocols import WindowFields
+from msrl_jax.configs.replay_options import Hindsight
 from msrl_jax.envs import Environment, Space
-from msrl_jax.loops.n_step_buffer import n_step_buffer
+from msrl_jax.loops.n_step_buffer import MixedFields, n_step_buffer
 from msrl_jax.loops.replay import Batch
 from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import NetworkFields
 from msrl_jax.replay import ReplayBuffer
+
+
+class WindowFields(MixedFields, NetworkFields, Protocol):
+    """What off-policy actor-critics replay, with or without a core."""
+
+    @property
+    def hindsight(self) -> Hindsight | None:
+        """The relabelling of sampled steps."""
+        ...
+
+    @property
+    def core(self) -> Any:
+        """A recurrent layer, or "none"."""
+        ...
+
+    @property
+    def burn_in(self) -> int:
+        """The first steps of a window, which only refresh the carry."""
+        ...
+
+    @property
+    def trace_length(self) -> int:
+        """The steps of a window in the loss, `L`."""
+        ...
 
 
 class Windows:

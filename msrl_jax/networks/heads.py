@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.configs.protocols import NetworkFields
 from msrl_jax.envs import Box, Space
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import NetworkPart, Seen, Torso, make_torsos
+from msrl_jax.networks.torso import NetworkFields, NetworkPart, Seen, Torso, make_torsos
 
 
 class _Linear(nn.Module):

@@ -12,13 +12,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.protocols import NetworkFields
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.networks.distributions import Normal
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import Seen
+from msrl_jax.networks.torso import NetworkFields, Seen
 
 
 @jax.tree_util.register_dataclass

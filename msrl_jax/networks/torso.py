@@ -1,13 +1,12 @@
 """Torsos: the networks of a config up to the output layers, which the algorithms add."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.configs.protocols import NetworkFields
 from msrl_jax.envs import Box, Space, spaces
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
@@ -24,6 +23,30 @@ IMAGE_ENCODERS: dict[str, Encoder] = {}
 
 BLOCKS: dict[str, Callable[[jax.Array, Activate, tuple[int, ...]], jax.Array]] = {}
 """What comes instead of dense layers, by name; `networks/simba.py` adds its own."""
+
+
+class NetworkFields(Protocol):
+    """What makes a network."""
+
+    @property
+    def network(self) -> Any:
+        """A name, or a module."""
+        ...
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """The widths of the dense layers."""
+        ...
+
+    @property
+    def activation(self) -> str:
+        """A key of `networks.layers.ACTIVATIONS`."""
+        ...
+
+    @property
+    def layer_norm(self) -> bool:
+        """Whether hidden dense layers are normalized."""
+        ...
 
 
 class Torso(nn.Module):
