@@ -5,7 +5,7 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments.counters import Counter, advance
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.progress import Progress as Progress
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import RolloutFields
 
 Metrics = Mapping[str, jax.Array | Mean]
 
@@ -97,7 +94,21 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     return keys[0], keys[1:]
 
 
-def steps_before(config: "RolloutFields", progress: Progress) -> Counter:
+class RolloutFields(Protocol):
+    """How many steps of how many environments an iteration takes."""
+
+    @property
+    def num_envs(self) -> int:
+        """The environments stepped in parallel, `E`."""
+        ...
+
+    @property
+    def unroll_length(self) -> int:
+        """The steps of every environment per iteration, `T`."""
+        ...
+
+
+def steps_before(config: RolloutFields, progress: Progress) -> Counter:
     """Returns the number of environment steps done before each step of an unroll. `[T]`"""
     done = progress.times(config.num_envs * config.unroll_length)
     return advance(done, jnp.arange(config.unroll_length) * config.num_envs)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from msrl_jax.agents.agent import learning_rate_metric
 from msrl_jax.agents.optimizers import adapts, is_transformation
 
 
@@ -72,7 +73,7 @@ def current_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state:
     """Returns the metric `learning_rate`, fixed or adaptive; an empty dict if the optimizer has its own learning rate."""
     if _adapts(config):
         return {"learning_rate": config.learning_rate.rate_in(opt_state).mean()}  # over networks, if each has one
-    return {} if learning_rate is None else {"learning_rate": learning_rate}
+    return learning_rate_metric(learning_rate)
 
 
 def _adapts(config: Any) -> bool:

@@ -6,18 +6,30 @@ holds the sequences of one environment from every group of `M` adjacent ones. A 
 that hold whole groups.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.agents.agent import RolloutFields
 from msrl_jax.networks.unrolls import Carry
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import MinibatchFields
+
+class MinibatchFields(RolloutFields, Protocol):
+    """How an unroll is split into minibatches; `core` is read if there is one."""
+
+    @property
+    def num_epochs(self) -> int:
+        """The passes over the batch per iteration."""
+        ...
+
+    @property
+    def num_minibatches(self) -> int:
+        """The updates per pass."""
+        ...
 
 
-def check_minibatches(config: "MinibatchFields") -> None:
+def check_minibatches(config: MinibatchFields) -> None:
     """Raises ValueError unless `num_minibatches` divides the number of time steps, or of environments with a core."""
     name, groups = ("num_envs", "whole sequences") if has_core(config) else ("unroll_length", "time steps")
     size = getattr(config, name)
@@ -33,7 +45,7 @@ def has_core(config: Any) -> bool:
     return getattr(config, "core", None) is not None
 
 
-def shuffle(key: jax.Array, config: "MinibatchFields") -> tuple[jax.Array, jax.Array]:
+def shuffle(key: jax.Array, config: MinibatchFields) -> tuple[jax.Array, jax.Array]:
     """Shuffles every epoch; returns the next key and the indices of minibatches: `[U, T / M]`, or `[U, E / M]` with a core."""
     key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
     size = config.num_minibatches
@@ -44,7 +56,7 @@ def shuffle(key: jax.Array, config: "MinibatchFields") -> tuple[jax.Array, jax.A
     return key, times.reshape(config.num_epochs * size, -1)
 
 
-def gather_minibatch(config: "MinibatchFields", batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
+def gather_minibatch(config: MinibatchFields, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
     """Gathers a minibatch `[T', B, ...]` from a pytree `[T, E, ...]`: whole sequences with a core, else single steps.
 
     Merges the first `dims` dimensions into two: with 3, each agent of `[T, E, A, ...]` becomes a separate sequence.
@@ -63,6 +75,6 @@ def gather_minibatch(config: "MinibatchFields", batch: Any, chosen: jax.Array, d
     return jax.tree.map(sequences if has_core(config) else steps, batch)
 
 
-def gather_carry(config: "MinibatchFields", carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
+def gather_carry(config: MinibatchFields, carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
     """Gathers the carries `[B, ...]` before the sequences of a minibatch from those before an unroll `[E, ...]`."""
     return jax.tree.map(lambda x: gather_minibatch(config, x[None], chosen, dims)[0], carry)

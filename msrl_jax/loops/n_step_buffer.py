@@ -1,7 +1,7 @@
 """Makes the replay buffer of n-step transitions of a config, which may mix the run's own experience with a data set."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from msrl_jax import data
 from msrl_jax.data.check_spaces import load_for
@@ -10,13 +10,20 @@ from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.loops.data_field import DataFields
+from msrl_jax.loops.window_buffer import ReplayFields, window_buffer
 from msrl_jax.replay import Relabelling, ReplayBuffer
 from msrl_jax.replay.buffers import storage_of
 from msrl_jax.replay.mixed import mix
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import MixedFields
+
+class MixedFields(ReplayFields, DataFields, Protocol):
+    """What mixes a data set into batches."""
+
+    @property
+    def data_fraction(self) -> float:
+        """The share of the data in a batch."""
+        ...
 
 
 def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
@@ -39,7 +46,7 @@ def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
     return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
 
 
-def split_batch(config: "MixedFields") -> tuple[int, int, int]:
+def split_batch(config: MixedFields) -> tuple[int, int, int]:
     """Returns the numbers of rows from the run, rows from the data, and shards; raises ValueError if a shard lacks either."""
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.replay.shards is None else config.replay.shards
     rows = config.batch_size // shards

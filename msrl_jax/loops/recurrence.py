@@ -9,7 +9,7 @@ In the shape descriptions, `S` denotes the length of a window, `L` is `trace_len
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.replay import Batch
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
-from msrl_jax.loops.windows import Windows
+from msrl_jax.loops.windows import WindowFields, Windows
 from msrl_jax.networks.core import Core
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
@@ -29,9 +29,6 @@ from msrl_jax.networks.torso import AsymmetricTorso, Torso
 from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.replay import NStep, ReplayBuffer, Transition
 from msrl_jax.replay.buffers import fold
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import WindowFields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +41,7 @@ class ResolvedCore:
         """Makes a recurrent network."""
         return recurrent_network(observation_space, make_heads, config)
 
-    def windows(self, config: "WindowFields") -> "CoreWindows":
+    def windows(self, config: WindowFields) -> "CoreWindows":
         """Returns the windows of an off-policy config."""
         return CoreWindows(config)
 
@@ -60,7 +57,7 @@ class History(NamedTuple):
 class CoreWindows(Windows):
     """The windows of networks with recurrent cores: sequences of steps."""
 
-    def __init__(self, config: "WindowFields") -> None:
+    def __init__(self, config: WindowFields) -> None:
         super().__init__(config)
         self.cores: dict[str, RecurrentNetwork] = {}
 

@@ -1,22 +1,35 @@
 """Makes the replay buffer of windows of steps of a config."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax import replay
+from msrl_jax.agents.agent import RolloutFields
+from msrl_jax.configs.replay_options import Replay
 from msrl_jax.replay import ReplayBuffer, Transition
 from msrl_jax.replay.buffers import storage_of
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import ReplayFields
+
+class ReplayFields(RolloutFields, Protocol):
+    """What makes a replay buffer."""
+
+    @property
+    def batch_size(self) -> int:
+        """The transitions, or windows, per update, `B`."""
+        ...
+
+    @property
+    def replay(self) -> Replay:
+        """The buffer."""
+        ...
 
 
 def window_buffer(
     obs: Any,
     action: Any,
-    config: "ReplayFields",
+    config: ReplayFields,
     batch_size: int,
     shards: int | None,
     carry: Any = (),

@@ -5,26 +5,49 @@ without a core.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
 from msrl_jax.configs.checking import check_unused
+from msrl_jax.configs.replay_options import Hindsight
 from msrl_jax.envs import Environment, Space
-from msrl_jax.loops.n_step_buffer import n_step_buffer
+from msrl_jax.loops.n_step_buffer import MixedFields, n_step_buffer
 from msrl_jax.loops.replay import Batch
 from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network
+from msrl_jax.networks.torso import NetworkFields
 from msrl_jax.replay import ReplayBuffer
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import WindowFields
+
+class WindowFields(MixedFields, NetworkFields, Protocol):
+    """What off-policy actor-critics replay, with or without a core."""
+
+    @property
+    def hindsight(self) -> Hindsight | None:
+        """The relabelling of sampled steps."""
+        ...
+
+    @property
+    def core(self) -> Any:
+        """A recurrent layer, or "none"."""
+        ...
+
+    @property
+    def burn_in(self) -> int:
+        """The first steps of a window, which only refresh the carry."""
+        ...
+
+    @property
+    def trace_length(self) -> int:
+        """The steps of a window in the loss, `L`."""
+        ...
 
 
 class Windows:
     """The windows of networks without a recurrent core, of one step each; with a core, see `loops.recurrence`."""
 
-    def __init__(self, config: "WindowFields") -> None:
+    def __init__(self, config: WindowFields) -> None:
         self.config: Any = config  # whose tunable fields are numbers, or traced ones
 
     def network(self, name: str, space: Space, make: Callable[[Any], Network]) -> Network:
@@ -56,12 +79,12 @@ class Windows:
         return jax.tree.map(lambda x: x[:1], params)
 
 
-def windows_of(config: "WindowFields") -> Windows:
+def windows_of(config: WindowFields) -> Windows:
     """Returns the windows of a config."""
     return Windows(config) if config.core is None else core_of(config).windows(config)
 
 
-def check_core(config: "WindowFields") -> None:
+def check_core(config: WindowFields) -> None:
     """Raises ValueError if a config combines a core with a data set or with HER."""
     name = type(config).__name__
     if config.core is None:

@@ -7,7 +7,7 @@ networks raise ValueError if observations are not images of at least 3x3.
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,7 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Space
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import NetworkPart, Seen, Torso, make_torsos
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import NetworkFields
+from msrl_jax.networks.torso import NetworkFields, NetworkPart, Seen, Torso, make_torsos
 
 
 class _Linear(nn.Module):
@@ -34,7 +31,7 @@ class _Linear(nn.Module):
         return self.torso.head(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(part: NetworkPart, seen: Seen, config: "NetworkFields", *, num_outputs: int, scale: float) -> Network:
+def linear_network(part: NetworkPart, seen: Seen, config: NetworkFields, *, num_outputs: int, scale: float) -> Network:
     """Makes a torso and a linear layer with weights of the given scale: `(params, obs [, action]) -> [..., num_outputs]`."""
     return linear_head(make_torsos(seen, config).of(part).clone(), num_outputs, scale)
 
@@ -45,13 +42,13 @@ def linear_head(torso: Torso, num_outputs: int, scale: float) -> Network:
     return Network(module.init, module.apply)
 
 
-def make_actor(seen: Seen, num_outputs: int, config: "NetworkFields") -> Network:
+def make_actor(seen: Seen, num_outputs: int, config: NetworkFields) -> Network:
     """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network("actor", seen, config, num_outputs=num_outputs, scale=0.01)
 
 
 def make_critics(
-    seen: Seen, action_space: Box, num_critics: int, config: "NetworkFields", num_outputs: int = 1,
+    seen: Seen, action_space: Box, num_critics: int, config: NetworkFields, num_outputs: int = 1,
     torso: Callable[[Torso, Space], Torso] = lambda torso, action_space: torso,
 ) -> Network:  # fmt: skip
     """Makes critics of continuous actions, `(params, obs, action [B, D]) -> [C, B]`, or `[C, B, N]` with several outputs.
@@ -85,7 +82,7 @@ def init_critics(critic: Network, num_critics: int, key: jax.Array, *inputs: Any
     return {"params": made["params"]}
 
 
-def make_value(observation_space: Space, config: "NetworkFields") -> Network:
+def make_value(observation_space: Space, config: NetworkFields) -> Network:
     """Makes the network of a value function: `(params, obs [..., *observation_shape]) -> values [...]`."""
     network = linear_network("value", observation_space, config, num_outputs=1, scale=1.0)
     return Network(network.init, lambda params, obs: network.apply(params, obs)[..., 0])

@@ -7,7 +7,7 @@ the environment uses other units.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,7 @@ from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.networks.distributions import Normal
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import Seen
-
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import NetworkFields
+from msrl_jax.networks.torso import NetworkFields, Seen
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +68,7 @@ def _log_tanh_slope(x: jax.Array) -> jax.Array:
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
-def tanh_policy(seen: Seen, action_space: Box, config: "NetworkFields") -> Network:
+def tanh_policy(seen: Seen, action_space: Box, config: NetworkFields) -> Network:
     """Makes a stochastic policy: `(params, obs) -> TanhNormal`, whose scale depends on `obs`."""
     network = make_actor(seen, 2 * math.prod(action_space.shape), config)
 

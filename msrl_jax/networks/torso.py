@@ -1,7 +1,7 @@
 """Torsos: the networks of a config up to the output layers, which the algorithms add."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,6 @@ from msrl_jax.envs.privileged import PrivilegedObservation, are_privileged
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.networks.layers import ACTIVATIONS, Activate, dense, hidden
 
-if TYPE_CHECKING:
-    from msrl_jax.configs.protocols import NetworkFields
-
 NetworkPart = Literal["actor", "critic", "value"]
 Encoder = Callable[[Space, Any, Activate], jax.Array]
 """Maps observations `[..., *observation_shape]` of a space to features `[..., F]`, with layers of the calling module."""
@@ -26,6 +23,30 @@ IMAGE_ENCODERS: dict[str, Encoder] = {}
 
 BLOCKS: dict[str, Callable[[jax.Array, Activate, tuple[int, ...]], jax.Array]] = {}
 """What comes instead of dense layers, by name; `networks/simba.py` adds its own."""
+
+
+class NetworkFields(Protocol):
+    """What makes a network."""
+
+    @property
+    def network(self) -> Any:
+        """A name, or a module."""
+        ...
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        """The widths of the dense layers."""
+        ...
+
+    @property
+    def activation(self) -> str:
+        """A key of `networks.layers.ACTIVATIONS`."""
+        ...
+
+    @property
+    def layer_norm(self) -> bool:
+        """Whether hidden dense layers are normalized."""
+        ...
 
 
 class Torso(nn.Module):
@@ -107,7 +128,7 @@ Seen = Space | Torso | AsymmetricTorso
 """The input of a network: a space of observations, or torsos that are already made."""
 
 
-def make_torsos(seen: Seen, config: "NetworkFields") -> Torso | AsymmetricTorso:
+def make_torsos(seen: Seen, config: NetworkFields) -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
     if isinstance(seen, Torso | AsymmetricTorso):
         return seen
@@ -117,7 +138,7 @@ def make_torsos(seen: Seen, config: "NetworkFields") -> Torso | AsymmetricTorso:
     return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
-def make_torso(observation_space: Space, config: "NetworkFields") -> Torso:
+def make_torso(observation_space: Space, config: NetworkFields) -> Torso:
     """Makes the torso of a config.
 
     Raises:

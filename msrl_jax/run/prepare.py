@@ -115,23 +115,8 @@ def open_folder(out: Any, resume: Any) -> Iterator[tuple[Path | None, store.Save
         yield path, store.open_run(path) if goes_on else None
 
 
-def resumed_experiment(
-    saved: store.Saved,
-    algo: Any,
-    env: str | Environment | None,
-    asked: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    *,
-    trust: bool,
-) -> Experiment:
-    """Returns the experiment of a resumed run: its length and its guard may change, but nothing else that it computes.
-
-    `asked` are `ARGUMENTS`, and `overrides` fields of the config.
-    """
-    if isinstance(algo, Experiment):
-        experiment = make_experiment(algo, env, **asked, **overrides)
-    else:
-        experiment = _with_saved(saved, algo, env, asked, overrides, trust)
+def check_resumes(experiment: Experiment, saved: store.Saved) -> None:
+    """Raises ValueError unless an experiment resumes a run: its length and guard may differ, nothing else that it computes."""
     about = experiment.to_json()
     if new := about["config"].keys() - saved.description["config"].keys():
         raise RunFolderError(
@@ -146,18 +131,18 @@ def resumed_experiment(
             f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; use a larger "
             "number to extend it"
         )
-    return experiment
 
 
-def _with_saved(
+def saved_experiment(
     saved: store.Saved,
     algo: Any,
     env: str | Environment | None,
     asked: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    *,
     trust: bool,
 ) -> Experiment:
-    """Returns the experiment of a saved run with other arguments."""
+    """Returns the experiment of a saved run with other arguments: `asked` are `ARGUMENTS`, `overrides` fields of the config."""
     was, where = saved.description, f"the run in {saved.path}"
     is_config = not (algo is None or isinstance(algo, str | type))
     given = (vars(algo) if is_config else {}) | dict(overrides)

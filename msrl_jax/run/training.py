@@ -49,7 +49,7 @@ from msrl_jax.run.loop.hooks import (
     stop_requests,
 )
 from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
-from msrl_jax.run.prepare import make_experiment, open_folder, resumed_experiment
+from msrl_jax.run.prepare import check_resumes, make_experiment, open_folder, saved_experiment
 from msrl_jax.run.result import Result
 
 _LONGEST = 500  # maximum number of characters of an error that is passed to hooks
@@ -185,10 +185,12 @@ def train(
             path, saved = stack.enter_context(open_folder(out, resume))
             before = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
             watching = {name: before[name] if x is None else x for name, x in watching.items()}
-            if saved is None:
+            if saved is None or isinstance(algo, Experiment):
                 experiment = make_experiment(algo, env, **own, **overrides)
             else:
-                experiment = resumed_experiment(saved, algo, env, own, overrides, trust=trust)
+                experiment = saved_experiment(saved, algo, env, own, overrides, trust=trust)
+            if saved is not None:
+                check_resumes(experiment, saved)
             _check_names(experiment.algorithm)
             experiment.check_length(watching["chunk"])
             if saved is not None and saved.iteration == experiment.iterations:

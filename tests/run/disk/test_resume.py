@@ -19,7 +19,7 @@ from msrl_jax.run import Result
 from msrl_jax.run.disk.checkpoint import complete_checkpoints
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.prepare import make_experiment, resumed_experiment
+from msrl_jax.run.prepare import check_resumes, make_experiment
 from tests.support import processes, runs
 from tests.support.runs import ENV, ITERATIONS, assert_same_run, assert_same_state, cli, stop_after, train
 from tests.support.training_envs import Lottery
@@ -232,7 +232,7 @@ def test_a_run_does_not_go_on_with_a_field_that_it_did_not_have(tmp_path):
     about["config"].pop("clip_value")
     saved = SimpleNamespace(path=tmp_path, description=about, iteration=0)
     with pytest.raises(RunFolderError, match=r"has no clip_value, which is a field of ppo now; resume with the code that"):
-        resumed_experiment(saved, None, None, {}, {}, trust=False)
+        check_resumes(make_experiment("ppo", ENV), saved)
 
 
 @pytest.mark.long
