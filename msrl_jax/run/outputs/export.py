@@ -54,7 +54,7 @@ def export(
     masks, scaling, recurrent carry.
 
     The file maps raw observations to actions, both with a leading dimension `B`, by name: `obs` (`obs_PATH` for an
-    observation of several arrays; `action_mask`) to `action`. A recurrent agent also takes its carry as `memory_0`, ...,
+    observation of several arrays; `action_mask`) to `action`. A recurrent agent also takes its carry as `carry_0`, ...,
     which are zeros at the start of an episode, and returns the carry for the next step. The file also describes its run,
     inputs and outputs: as JSON in `Exported.fun_name`, or in the `doc_string` of an ONNX model.
 
@@ -89,24 +89,24 @@ def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("export needs an agent whose initial carry is all zeros, so that callers can start an episode")
     observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
-    carried = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
+    carry_inputs = {f"carry_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
         obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
         size = jax.tree.leaves(obs)[0].shape[0]
-        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carried.items()]
+        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carry_inputs.items()]
         # A barrier, so that operations on parameters alone are not folded at compile time, which would round differently.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
         action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
-        after = zip(carried, held, jax.tree.leaves(carry), strict=True)
+        after = zip(carry_inputs, held, jax.tree.leaves(carry), strict=True)
         return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
 
     given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
-    whole_policy = Policy(run, observations | carried | given)
+    whole_policy = Policy(run, observations | carry_inputs | given)
     # The carry of a critic does not change.
     changes = jax.eval_shape(run, **whole_policy.batched(1))
-    return Policy(run, observations | {n: x for n, x in carried.items() if f"next_{n}" in changes} | given)
+    return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | given)
 
 
 def _names_of(observed: Any) -> dict[str, Any]:

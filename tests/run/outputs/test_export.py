@@ -82,9 +82,9 @@ def two_steps(behavior, state, key=None):
 def two_calls(call, inputs, obs, **given):
     """The same by a file: `call` maps arrays by name to arrays by name."""
     arrays = dict(zip(inputs, jax.tree.leaves(obs), strict=False))
-    memories = {name: np.zeros((ROWS, *shape[1:]), dtype) for name, (dtype, shape) in inputs.items() if "memory" in name}
-    first = call(arrays | memories | given)
-    again = call(arrays | {name: first[f"next_{name}"] for name in memories} | given)
+    carries = {name: np.zeros((ROWS, *shape[1:]), dtype) for name, (dtype, shape) in inputs.items() if "carry" in name}
+    first = call(arrays | carries | given)
+    again = call(arrays | {name: first[f"next_{name}"] for name in carries} | given)
     return first["action"], again["action"]
 
 
