@@ -17,12 +17,12 @@ from comparison import Setting, run
 PPO = {
     "num_envs": 128, "unroll_length": 25, "num_epochs": 4, "num_minibatches": 5, "learning_rate": 2.5e-4, "max_grad_norm": 0.5,
     "discount": 0.99, "gae_lambda": 0.95, "clip_ratio": 0.2, "entropy_coef": 0.01, "value_coef": 0.5, "activation": "tanh",
-    "core": "none",
+    "core": None,
 }  # fmt: skip
-RECURRENT = PPO | {"core": "gru", "memory_size": 128, "num_minibatches": 4, "activation": "relu"}
+RECURRENT = PPO | {"core": "gru", "core.size": 128, "num_minibatches": 4, "activation": "relu"}
 Q_LEARNING = {
     "num_envs": 128, "unroll_length": 26, "batch_size": 32, "num_updates": 1, "replay.capacity": 128 * 26 * 39, "core": "gru",
-    "memory_size": 64, "learning_rate": 5e-3, "max_grad_norm": 25.0, "discount": 0.9,
+    "core.size": 64, "learning_rate": 5e-3, "max_grad_norm": 25.0, "discount": 0.9,
 }  # fmt: skip
 MIXER = {"mixing_size": 32, "hyper_size": 128}
 

@@ -17,7 +17,7 @@ from comparison import Setting, run
 # PureJaxRL's recurrent network has two dense layers of width 128 behind its core, one for the policy and one for the value.
 # Ours has dense layers before the core only; with two more of them, the products of both networks are the same.
 RECURRENT = PPO | {"activation": "relu"}
-RECURRENT_OURS = OURS | {"hidden_sizes": (128, 128, 128), "memory_size": 128}
+RECURRENT_OURS = OURS | {"hidden_sizes": (128, 128, 128), "core.size": 128}
 
 SETTINGS = [
     *(ppo("CartPole-v1", *size) for size in ((4, 128), (64, 128), (1024, 32), (4, 128, 64))),

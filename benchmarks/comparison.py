@@ -49,7 +49,7 @@ class Setting:
     def label(self) -> str:
         """The algorithm, the environment and the sizes, in one line."""
         config = self.config
-        core = f" {config['core']}" if config.get("core", "none") != "none" else ""
+        core = f" {config['core']}" if config.get("core") else ""
         label = f"{self.algo}{core} {self.env} {config['num_envs']} x {config['unroll_length']}"
         if "batch_size" in config:
             label += f", {config['num_updates']} x {config['batch_size']}"

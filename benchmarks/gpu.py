@@ -37,7 +37,7 @@ from msrl_jax.run.prepare import make_experiment
 PPO = compare_rejax.PPO | compare_rejax.OURS
 MINATAR = PPO | {"activation": "relu", "num_envs": 64, "unroll_length": 128}
 OFF_POLICY = {"num_envs": 128, "unroll_length": 1, "num_updates": 8, "batch_size": 256}
-RECURRENT = {"memory_size": 128, "hidden_sizes": (128,), "num_envs": 256, "unroll_length": 64, "num_minibatches": 4}
+RECURRENT = {"core.size": 128, "hidden_sizes": (128,), "num_envs": 256, "unroll_length": 64, "num_minibatches": 4}
 BRAX = {"num_envs": 2048, "unroll_length": 16, "num_minibatches": 8, "num_epochs": 4}
 PBT = msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, every=20)
 
@@ -86,7 +86,7 @@ ROWS = [
 
 def shrunk(row: Row) -> Row:
     """The same row with the smallest sizes, to try it out anywhere."""
-    least = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 8, "batch_size": 8}
+    least = {"num_envs": 8, "unroll_length": 8, "num_minibatches": 2, "hidden_sizes": (8,), "core.size": 8, "batch_size": 8}
     least |= {"num_updates": 1, "num_epochs": 1, "replay.learning_starts": 16, "replay.capacity": 64}
     config = {name: least.get(name, value) for name, value in row.config.items()}
     if row.algo in ("dqn", "sac", "td3"):

@@ -14,7 +14,7 @@ import jax
 from serving import Loop, compiled, serve, versions
 
 FILES = {
-    ("ippo", "none"): "IPPO/ippo_ff_mpe.py",
+    ("ippo", None): "IPPO/ippo_ff_mpe.py",
     ("ippo", "gru"): "IPPO/ippo_rnn_mpe.py",
     ("mappo", "gru"): "MAPPO/mappo_rnn_mpe.py",
     ("vdn", "gru"): "QLearning/vdn_rnn.py",
@@ -27,7 +27,7 @@ PPO = {
 }  # fmt: skip
 Q_LEARNING = {
     "NUM_ENVS": "num_envs", "NUM_STEPS": "unroll_length", "BUFFER_BATCH_SIZE": "batch_size", "NUM_EPOCHS": "num_updates",
-    "HIDDEN_SIZE": "memory_size", "LR": "learning_rate", "MAX_GRAD_NORM": "max_grad_norm", "GAMMA": "discount",
+    "HIDDEN_SIZE": "core.size", "LR": "learning_rate", "MAX_GRAD_NORM": "max_grad_norm", "GAMMA": "discount",
     "MIXER_EMBEDDING_DIM": "mixing_size", "MIXER_HYPERNET_HIDDEN_DIM": "hyper_size",
 }  # fmt: skip
 FIXED = {
@@ -65,7 +65,7 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
     config = FIXED | {"ENV_NAME": name, "ENV_KWARGS": arguments}
     config |= {theirs: setting[ours] for theirs, ours in (Q_LEARNING if replays else PPO).items() if ours in setting}
     if not replays:
-        config |= {"FC_DIM_SIZE": setting.get("memory_size"), "GRU_HIDDEN_DIM": setting.get("memory_size")}
+        config |= {"FC_DIM_SIZE": setting.get("core.size"), "GRU_HIDDEN_DIM": setting.get("core.size")}
     steps, key = setting["num_envs"] * setting["unroll_length"], jax.random.PRNGKey(0)
     if replays:  # a buffer of whole unrolls
         config["BUFFER_SIZE"] = setting["replay.capacity"] // setting["unroll_length"]

@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes 10 --policies GPUOnly SingleLearnerFine Central
 
-Each policy trains in a separate process, with checkpoints every 10 s, evaluations off, and chunks of about a second. The
+Each policy trains in a separate process, with evaluations off and chunks of about a second. The
 first fifth warms up. After every chunk, a fixed program of plain JAX is timed: the drift is that of the rate in units of its
 speed, since the speed of a machine drifts too. Prints one line of JSON per policy.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 
-def soak(policy: str, minutes: float, devices: int) -> dict:
+def soak(policy: str, minutes: float, devices: int, seconds: float) -> dict:
     """Trains PPO on CartPole under one policy, in this process."""
     import jax
 
@@ -41,8 +41,8 @@ def soak(policy: str, minutes: float, devices: int) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         msrl.train(
-            "ppo", "CartPole-v1", policy=policy, total_steps=1e13, out=os.path.join(folder, "run"), checkpoint_every="10s",
-            eval_episodes=0, callbacks=[tick], progress=False,
+            "ppo", "CartPole-v1", policy=policy, total_steps=1e13, out=os.path.join(folder, "run"),
+            checkpoint_every=f"{seconds}s", eval_episodes=0, callbacks=[tick], progress=False,
         )  # fmt: skip
     rows = [row for row in rows if row[0] > 12 * minutes]
     first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
@@ -87,14 +87,16 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["GPUOnly", "SingleLearnerFine", "Central"])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--checkpoint-seconds", type=float, default=10.0, help="time between checkpoints")
     parser.add_argument("--here", action="store_true", help="train in this process")
     args = parser.parse_args()
     for policy in args.policies:
         if args.here:
-            print(json.dumps(soak(policy, args.minutes, args.devices)), flush=True)
+            print(json.dumps(soak(policy, args.minutes, args.devices, args.checkpoint_seconds)), flush=True)
             continue
         command = [sys.executable, __file__, "--here", "--policies", policy, "--minutes", str(args.minutes)]
-        subprocess.run([*command, "--devices", str(args.devices)], check=True)
+        command += ["--devices", str(args.devices), "--checkpoint-seconds", str(args.checkpoint_seconds)]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

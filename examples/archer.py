@@ -271,7 +271,7 @@ def figure(runs: dict[str, msrl.Result]) -> str:
     with curves.styled():
         drawn, (panel,) = curves.figure_of(1)
         for number, (name, of) in enumerate((name, result.history) for name, result in runs.items()):
-            curves.draw(panel, NAMES[name], number, *curves.mean_curve(of["step"] / TOKENS, of["episode_return"]))
+            curves.draw_curve(panel, NAMES[name], number, *curves.mean_curve(of["step"] / TOKENS, of["episode_return"]))
         panel.set(xlabel="dialogues", ylabel="return")
         return curves.svg_of(curves.finished(drawn))
 

@@ -29,7 +29,7 @@ from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tu
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -286,7 +286,7 @@ def figure(runs: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]) -> str:
         drawn, panels = curves.figure_of(len(runs))
         for panel, (task, by_algorithm) in zip(panels, runs.items(), strict=True):
             for number, (name, (steps, shares)) in enumerate(by_algorithm.items()):
-                curves.draw(panel, name, number, *curves.mean_curve(steps, shares))
+                curves.draw_curve(panel, name, number, *curves.mean_curve(steps, shares))
             panel.set(title=task, xlabel="environment steps", ylabel="episodes that reach their goal", ylim=(0, 1.02))
         return curves.svg_of(curves.finished(drawn))
 

@@ -271,9 +271,9 @@ def figure(runs: dict[str, msrl.Result], found: dict[str, np.ndarray]) -> str:
     with curves.styled():
         drawn, (upper, lower) = curves.figure_of(2)
         for number, (name, result) in enumerate(runs.items()):
-            curves.draw(upper, name, number, *curves.mean_curve(result.history["step"], result.history[RETURNS[1]]))
+            curves.draw_curve(upper, name, number, *curves.mean_curve(result.history["step"], result.history[RETURNS[1]]))
         for number, (name, rows) in enumerate(found.items()):
-            curves.draw(lower, name, number, *curves.mean_curve([0, 1], rows.T))
+            curves.draw_curve(lower, name, number, *curves.mean_curve([0, 1], rows.T))
         upper.set(xlabel="environment steps in training", ylabel="return after the step")
         lower.set(xlabel="steps of policy gradient on a new task", ylabel="return", xticks=[0, 1])
         return curves.svg_of(curves.finished(drawn))

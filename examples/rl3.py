@@ -23,7 +23,7 @@ from msrl_jax.report import curves
 
 SETTINGS = {
     "num_envs": 32, "learning_rate": 3e-3, "anneal_learning_rate": True, "discount": 0.9,
-    "gae_lambda": 0.3, "hidden_sizes": (64,), "memory_size": 64,
+    "gae_lambda": 0.3, "hidden_sizes": (64,),
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def figure(found: dict[str, dict[str, np.ndarray]], limits: dict[str, float], ho
         for panel, (name, limit) in zip(panels, limits.items(), strict=True):
             for number, (algorithm, rows) in enumerate(found.items()):
                 middle = (np.arange(4) + 0.5) * horizon / 4
-                curves.draw(panel, algorithm, number, *curves.mean_curve(middle, rows[name].T))
+                curves.draw_curve(panel, algorithm, number, *curves.mean_curve(middle, rows[name].T))
             panel.axhline(limit, color="gray", lw=1, ls=":", label="task known")
             panel.set(title=name, xlabel="step of the meta-episode", ylabel="reward per step")
         return curves.svg_of(curves.finished(drawn))

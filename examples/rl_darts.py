@@ -261,10 +261,10 @@ def figure(found: Mapping[str, Sequence[tuple[Mapping[str, Any], np.ndarray]]]) 
             step = seeds[0][0][CNN].history["step"]
             for number, name in enumerate(NETWORKS):
                 returns = np.stack([runs[name].history["episode_return"] for runs, _ in seeds], -1)
-                curves.draw(panel, name, number, *curves.mean_curve(step, returns))
+                curves.draw_curve(panel, name, number, *curves.mean_curve(step, returns))
             panel.set(title=title, xlabel="environment steps", ylabel="return")
             entropies = np.stack([each for _, each in seeds], -1)
-            curves.draw(panels[-1], title, row, *curves.mean_curve(step / step[-1], entropies))
+            curves.draw_curve(panels[-1], title, row, *curves.mean_curve(step / step[-1], entropies))
         panels[-1].set(title="the search", xlabel="share of the steps", ylabel="entropy of the weights")
         return curves.svg_of(curves.finished(drawn))
 

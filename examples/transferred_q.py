@@ -269,7 +269,7 @@ def figure(errors: np.ndarray, regret: np.ndarray) -> str:
         episodes = ONLINE.episodes_per_iteration * np.arange(1, regret.shape[-1] + 1)
         lines = [(upper, number, range(len(SOURCES)), errors[:, number]) for number in range(3)]
         for panel, number, x, rows in [*lines, (lower, 0, episodes, regret[:, 0]), (lower, 2, episodes, regret[:, 1])]:
-            curves.draw(panel, NAMES[number], number, *curves.mean_curve(x, rows.T))
+            curves.draw_curve(panel, NAMES[number], number, *curves.mean_curve(x, rows.T))
         upper.set(xlabel="source tasks", ylabel="error", ylim=0, xticks=range(len(SOURCES)), xticklabels=SOURCES)
         lower.set(xlabel="episodes of the target", ylabel="regret so far", ylim=0)
         return curves.svg_of(curves.finished(drawn))

@@ -157,7 +157,7 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
     """A program with other equations, without the effects that only former ones had; `closed` itself if none changes.
 
-    `rule(eqn, of)` gives the equations in place of `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
+    `rule(eqn, of)` returns the equations that replace `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
     """
     known: dict[int, Jaxpr] = {}
 

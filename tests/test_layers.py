@@ -139,6 +139,12 @@ def test_fragments_and_policies_need_nothing_else_of_the_package():
     assert not {(name, m) for name, m in used if m.split(".")[1] not in own}
 
 
+def test_no_public_class_is_defined_in_two_modules():
+    classes = [(n.name, name) for name in NAMES for n in ast.parse(FILES[name].read_text()).body if isinstance(n, ast.ClassDef)]
+    modules = {each: [name for other, name in classes if other == each] for each, _ in classes if not each.startswith("_")}
+    assert not {each: found for each, found in modules.items() if len(found) > 1}
+
+
 def test_the_root_has_what_all_packages_share():
     root = {name.split(".")[1] for name in NAMES if name.count(".") == 1}
     assert root == {"__init__", "__main__", "_compat", "_files", "_rooms"}
@@ -153,7 +159,7 @@ def test_algorithms_know_no_distribution_policy():
 def test_what_objects_bring_is_not_imported_by_algorithms_that_work_without_it():
     """A core, a custom module, an option and an adaptive learning rate come with the config; others register themselves."""
     brought = {"networks.recurrent", "networks.cores", "networks.custom", "networks.convolutions", "agents.adaptive_rate"}
-    brought |= {"networks.discrete_policies", "networks.simba", "loops.recurrence", "loops.sequences"}
+    brought |= {"networks.discrete_policies", "networks.simba", "loops.recurrence", "loops.sequence_replay"}
     brought |= {f"losses.{option}" for option in ("atoms", "quantiles", "implicit_quantiles", "munchausen", "cross_q")}
     for algorithm in ("ppo", "dqn", "sac", "td3"):
         seen, todo = set(), [f"msrl_jax.algorithms.{algorithm}"]

@@ -15,11 +15,11 @@ from tests.support.random_walk import RandomWalk
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
-    "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
+    "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "core.size": 8},
     "pqn": {"num_epochs": 1, "num_minibatches": 2},
     "dqn": {"replay.learning_starts": 128},
     "apex_dqn": {"replay.learning_starts": 256, "actor_period": 1},
-    "r2d2": {"replay.learning_starts": 128, "burn_in": 0, "trace_length": 4, "replay.n_step": 1, "memory_size": 8},
+    "r2d2": {"replay.learning_starts": 128, "burn_in": 0, "trace_length": 4, "replay.n_step": 1, "core.size": 8},
     "muzero": {
         "replay.learning_starts": 128,
         "model_steps": 2,

@@ -6,7 +6,6 @@ import pytest
 
 from msrl_jax import algorithms, envs
 from msrl_jax.losses.quantiles import quantile_huber_loss
-from msrl_jax.networks.cores import named_core
 from msrl_jax.replay import buffers, sum_tree
 from tests.support.corridor import Corridor
 
@@ -22,7 +21,7 @@ def statistics():
 
 def unrolled(core):
     """What a core computes in three steps of two environments."""
-    core = named_core(core, 4)
+    core = core.make(3)
     params, carry = core.init(jax.random.key(0), 3), core.initial_carry((2,))
     return core.unroll(params, jnp.zeros((3, 2, 3)), FLAGS, carry)
 
@@ -39,7 +38,7 @@ PARTS = {
     "sums of rewards": lambda: buffers.fold(jnp.zeros((3, 2)), FLAGS, FLAGS, 0.9),
     "sum tree": lambda: sum_tree.draw(sum_tree.init(64), jax.random.key(0), 8),
     "statistics": statistics,
-    "lru": lambda: unrolled("lru"),
+    "lru": lambda: unrolled(algorithms.LRU(4)),
     "implicit quantiles": implicit_quantiles,
 }
 

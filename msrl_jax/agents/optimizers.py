@@ -24,7 +24,7 @@ NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class OptimizerSpec:
     """An optax optimizer by name, and the parameters that override the defaults."""
 
     name: str  # a key of `NAMED`
@@ -60,7 +60,7 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     """
     if is_transformation(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
-    named = Named(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
+    named = OptimizerSpec(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
     usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
     usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # as in A3C (arXiv 1602.01783): not centered
     optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))

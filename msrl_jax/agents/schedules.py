@@ -28,7 +28,7 @@ from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_call
 
-Schedule = Callable[[Any], Any]
+ScheduleFunction = Callable[[Any], Any]
 """`progress -> number`; both are scalar arrays."""
 _KINDS = ("linear", "cosine")
 _FORM = "linear:FROM:TO or cosine:FROM:TO, maybe with ,warmup=SHARE behind it"
@@ -38,7 +38,7 @@ _GRID = np.linspace(0, 1, 101, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ramp:
+class RampSchedule:
     """A schedule from one number to another one."""
 
     kind: str  # "linear" or "cosine"
@@ -61,7 +61,7 @@ def is_schedule(value: Any) -> bool:
 
 
 def is_ramp(value: Any) -> bool:
-    """Whether the value of a field is the text of a `Ramp`."""
+    """Whether the value of a field is the text of a `RampSchedule`."""
     return isinstance(value, str) and value.partition(":")[0] in _KINDS
 
 
@@ -80,14 +80,14 @@ def is_adaptive(value: Any) -> bool:
 
 
 @functools.cache
-def read(given: Any) -> Schedule:
+def read_schedule(given: Any) -> ScheduleFunction:
     """Returns the schedule of a text or a function; raises ValueError, which says what to use, if it is invalid."""
     if not isinstance(given, str):
         return given
     if not is_ramp(given):
         return naming.imported("schedule", given, "a function of the progress", _takes_one)
     name, listed, named = _numbers(given, _FORM, 2, ("warmup",))
-    made = Ramp(name, *listed, **named)
+    made = RampSchedule(name, *listed, **named)
     if not 0 <= made.warmup < 1:
         raise ValueError(f"a warmup of at least 0 and below 1, a share of the run: {_FORM}")
     return made
@@ -125,7 +125,7 @@ def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:
         near = checks.suggestion(kind, _KINDS) if text else ""
         return None if naming.is_path(given) else f"a number, {_FORM}{near}, a function of the progress, or MODULE:NAME of one"
     try:
-        wrong = _wrong_value(name, read(given)(_GRID), bounds)
+        wrong = _wrong_value(name, read_schedule(given)(_GRID), bounds)
     except ValueError as error:
         return str(error)
     return wrong and f"numbers that fit; {wrong}"
@@ -145,9 +145,9 @@ def given(config: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if is_schedule(value)}
 
 
-def check(config: Any) -> dict[str, Schedule]:
+def check(config: Any) -> dict[str, ScheduleFunction]:
     """Returns the schedules of a config; raises ValueError if a value is not within the bounds of its field."""
-    found = {name: read(value) for name, value in given(config).items()}
+    found = {name: read_schedule(value) for name, value in given(config).items()}
     bounds = {name: f.metadata.get("bounds", {}) for name, f in all_fields(config).items()}
     for name, schedule in found.items():
         where = f"{type(config).__name__}.{name}={checks.name_of(value_of(config, name))}"
@@ -156,16 +156,16 @@ def check(config: Any) -> dict[str, Schedule]:
     return found
 
 
-def at(schedule: Schedule, progress: float) -> float:
+def at(schedule: ScheduleFunction, progress: float) -> float:
     """Returns the value of a schedule as a Python number."""
     with jax.ensure_compile_time_eval():
-        return float(schedule(np.float32(progress) if isinstance(schedule, Ramp) else jnp.float32(progress)))
+        return float(schedule(np.float32(progress) if isinstance(schedule, RampSchedule) else jnp.float32(progress)))
 
 
 @functools.cache
-def _table(schedule: Schedule, where: str) -> np.ndarray:
+def _table(schedule: ScheduleFunction, where: str) -> np.ndarray:
     """Returns the values of a schedule on a grid of progress values."""
-    if isinstance(schedule, Ramp):
+    if isinstance(schedule, RampSchedule):
         return schedule(_GRID)
     try:
         with jax.ensure_compile_time_eval():

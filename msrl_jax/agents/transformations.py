@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics
-from msrl_jax.agents.schedules import Schedule, at
+from msrl_jax.agents.schedules import ScheduleFunction, at
 from msrl_jax.fragments import counters, fragment
 from msrl_jax.fragments.counters import Counter
 from msrl_jax.fragments.progress import Progress, parameter_age, parameter_version
@@ -54,7 +54,7 @@ _NOTE = (
 )
 
 
-def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[str, Schedule]) -> Agent:
+def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[str, ScheduleFunction]) -> Agent:
     """Makes an agent whose config follows schedules: each iteration uses their current values.
 
     The values depend only on the iteration count, so every placement computes them itself, outside of an iteration's loops.

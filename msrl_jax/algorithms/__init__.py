@@ -46,7 +46,12 @@ from msrl_jax.losses.q_targets import Double as Double
 from msrl_jax.losses.q_targets import Greedy as Greedy
 from msrl_jax.losses.quantiles import QR as QR
 from msrl_jax.losses.quantiles import TQC as TQC
+from msrl_jax.networks.cells import GRU as GRU
+from msrl_jax.networks.cells import LSTM as LSTM
 from msrl_jax.networks.custom import CustomNetworks as CustomNetworks
+from msrl_jax.networks.linear_recurrence import LRU as LRU
+from msrl_jax.networks.linear_recurrence import MinGRU as MinGRU
+from msrl_jax.networks.transformer import GTrXL as GTrXL
 from msrl_jax.registry.copying import copy as copy
 from msrl_jax.registry.lookup import get as get
 from msrl_jax.registry.lookup import make as make

@@ -18,7 +18,6 @@ from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -31,10 +30,11 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
-from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
+from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, advantages_and_targets
 from msrl_jax.losses.policy_gradient import policy_gradient_loss
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.means import mean
 
@@ -74,8 +74,7 @@ class A2C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
 
@@ -178,7 +177,7 @@ def advantage_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
-    advantage, _, target, _ = estimate(config, t, jax.lax.stop_gradient(value), bootstrap_value)
+    advantage, _, target, _ = advantages_and_targets(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     stats = {
         "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.valid),
         "value_loss": mean(value_loss(value, target), t.valid),

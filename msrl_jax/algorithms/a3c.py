@@ -28,7 +28,6 @@ from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -43,6 +42,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.trajectory import Trajectory
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 
 
@@ -84,8 +84,7 @@ class A3C:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
     normalize_advantage: Literal["worker", "none"] = field(default="none", doc='how to standardize advantages. Usual: "none".')
 

@@ -13,7 +13,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
     Activation,
-    Codec,
+    CodecName,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -48,7 +48,9 @@ class BC:
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": x / 255). Usual: None, "uint8".')
+    storage: CodecName | None = field(
+        default=None, doc='codec of observations ("scaled_uint8": x / 255). Usual: None, "uint8".'
+    )
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
     learning_rate: Tunable = tunable(default=0.001, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")

@@ -25,7 +25,7 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration, PerEnv
 from msrl_jax.configs.replay_options import Hindsight, Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -33,8 +33,8 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.buffers import n_step_buffer
 from msrl_jax.loops.data_field import check_data
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import (
     Batch,
     Learner,
@@ -74,7 +74,7 @@ class DQN:
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    exploration: Annealed | PerEnv = field(default=Annealed(), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")
@@ -90,10 +90,8 @@ class DQN:
     returns: ActionReturns = field(default=Expected(), doc="what the network predicts of a return. Usual: expected.")
 
     def check(self) -> None:
-        """Raises ValueError if `data`, `returns` or `target` do not fit the other fields."""
+        """Raises ValueError if `data` does not fit the other fields."""
         check_data(self)
-        self.returns.check_config(self)
-        self.target.check_config(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""

@@ -20,7 +20,6 @@ from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -39,6 +38,7 @@ from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, next_value
 from msrl_jax.losses.policy_gradient import approximate_kl, policy_gradient_loss
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import FifoState, fifo
 from msrl_jax.returns.means import mean, standardize
@@ -58,7 +58,7 @@ class IMPALAState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-class Batch(NamedTuple):
+class UnrollBatch(NamedTuple):
     """The data of one update."""
 
     trajectory: Trajectory  # [T, E, ...]
@@ -93,8 +93,7 @@ class IMPALA:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     vtrace_lambda: Tunable = tunable(
         default=0.95, low=0, high=1, doc="decay of traces, in addition to the discount. Usual: 1, or 0.95."
     )
@@ -157,7 +156,7 @@ class IMPALA:
         def complete(params, final_obs, value_inputs):
             return values(network, params, final_obs, value_inputs)
 
-        def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
+        def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, UnrollBatch, Metrics]:
             def step(before, keys):
                 env_state, obs, is_first, carry = before
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
@@ -172,7 +171,7 @@ class IMPALA:
             bootstrap_value = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             if are_privileged(venv.observation_space):
                 bootstrap_value = complete(state.params, final_obs, bootstrap_value)
-            batch = Batch(trajectory, obs, bootstrap_value, version, state.carry)
+            batch = UnrollBatch(trajectory, obs, bootstrap_value, version, state.carry)
             env_state, episodes = pop_episodes(env_state)
             carry = reset_carry(is_first, carry)
             return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs, carry=carry), batch, episodes
@@ -182,7 +181,7 @@ class IMPALA:
             first = Progress(counter(), None, jnp.uint32(0))
             example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
             batch_axes = logical_axes(
-                Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
+                UnrollBatch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
                 carry=P("env"),
             )  # fmt: skip
             queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)

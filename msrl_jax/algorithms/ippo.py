@@ -11,7 +11,7 @@ network; without it, every agent has its own network, gradient and optimizer.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     Normalization,
     OptimizerKind,
@@ -47,6 +46,7 @@ from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae
@@ -54,7 +54,7 @@ from msrl_jax.returns.means import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
 
-class Learner(NamedTuple):
+class TeamLearner(NamedTuple):
     """The state of a team except its parameters."""
 
     opt_state: optax.OptState  # one for each network
@@ -63,7 +63,7 @@ class Learner(NamedTuple):
     value_size: TargetScale | tuple[()]  # the running size of each critic's targets, if values are normalized
 
 
-class Batch(NamedTuple):
+class TeamBatch(NamedTuple):
     """The data of an iteration's updates of one network; leaves are `[T, E, ...]`, or `[T, E, A, ...]` if agents share it."""
 
     inputs: Any  # inputs of the network
@@ -103,8 +103,7 @@ class IPPO:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer. Usual: "none", or "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer. Usual: None, or "gru".')
     share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
     agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
     central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
@@ -130,14 +129,14 @@ class IPPO:
             """Maps a function over the networks of all agents, or applies it to the shared network."""
             return function if shared else jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
 
-        def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Learner]:
+        def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, TeamLearner]:
             keys = params_key if shared else jax.random.split(params_key, num_agents)
             # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
             params = network.init(keys) if shared else jax.lax.map(network.init, keys)
             opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
             actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
             size = value_size(*() if shared else (num_agents,)) if self.normalize_values else ()
-            return params, Learner(opt_state, learner_key, actor_keys, size)
+            return params, TeamLearner(opt_state, learner_key, actor_keys, size)
 
         def inputs_of(obs: Any, state: jax.Array) -> Any:
             """Returns the network inputs: observations `[..., A, ...]`, also states `[..., S]` for a centralized critic."""
@@ -160,7 +159,7 @@ class IPPO:
         def draw_keys(keys):
             return jax.vmap(lambda keys: split_keys(keys, self.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
-        def begin(params: Any, rest: Learner, progress: Progress) -> tuple[Any, Learner, jax.Array]:
+        def begin(params: Any, rest: TeamLearner, progress: Progress) -> tuple[Any, TeamLearner, jax.Array]:
             actor_keys, keys = draw_keys(rest.actor_keys)
             return params, rest._replace(actor_keys=actor_keys), keys
 
@@ -240,18 +239,18 @@ class IPPO:
             value, advantage, target, size = estimate_advantages(params, t, value_inputs, bootstrap_value, size)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             valid = t.valid if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
-            batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, valid)
+            batch = TeamBatch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, valid)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
-            agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
+            agents = TeamBatch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
             metrics = jax.tree.map(jnp.mean, stats) | current_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, size, metrics
 
         def learn(
-            params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
-        ) -> tuple[Any, Learner, Metrics]:
+            params: Any, rest: TeamLearner, experience: Experience, now: Now, carry: Any, progress: Progress
+        ) -> tuple[Any, TeamLearner, Metrics]:
             t = experience
             _, value_inputs, carries = t.extras
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
@@ -260,7 +259,7 @@ class IPPO:
             params, opt_state, key, size, metrics = update_networks(
                 params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, value_inputs, bootstrap_value
             )
-            return params, Learner(opt_state, key, rest.actor_keys, size), metrics
+            return params, TeamLearner(opt_state, key, rest.actor_keys, size), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Returns distributions over actions `[E, A]` for acting outside of training, and the carry."""
@@ -269,20 +268,20 @@ class IPPO:
             policy, _, carry = team.act(params, inputs_of(obs, state), carry)
             return policy, carry
 
-        def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        def choose_action(params: Any, rest: TeamLearner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             policy, carry = policy_of(params, obs, carry)
             num_envs = jax.tree.leaves(obs)[0].shape[0]
             if key is None:
                 return policy.mode(), carry
             return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
 
-        def probabilities(params: Any, rest: Learner, obs: Any) -> jax.Array:
+        def probabilities(params: Any, rest: TeamLearner, obs: Any) -> jax.Array:
             return policy_of(params, obs, network.initial_carry(()))[0].probabilities()
 
         agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
         return Team(
             init=init,
-            axes=(agent, Learner(agent, P(), env, agent if self.normalize_values else ())),  # type: ignore[arg-type]
+            axes=(agent, TeamLearner(agent, P(), env, agent if self.normalize_values else ())),  # type: ignore[arg-type]
             begin=begin,
             act=act,
             learn=learn,

@@ -4,7 +4,7 @@ In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minib
 all environments. With a recurrent core, it holds whole unrolls of some environments, and gradients flow back to the first step.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
-    CoreKind,
     NetworkKind,
     Normalization,
     OptimizerKind,
@@ -35,9 +34,10 @@ from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
-from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, estimate
+from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, advantages_and_targets
 from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.means import standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
@@ -83,8 +83,7 @@ class PPO:
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
     shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer; "min_gru" is fastest. Usual: "none", "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer; "min_gru" is fastest. Usual: None, "gru".')
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
     normalize_values: bool = field(default=True, doc="whether the critic learns values over their RMS. Usual: True.")
@@ -138,7 +137,7 @@ class PPO:
         def estimate_advantages(params, size, t, value_inputs, final_obs, last_value_inputs):
             value = values(network, params, t.obs, value_inputs)
             bootstrap_value = values(network, params, final_obs, last_value_inputs)
-            advantage, value, target, size = estimate(self, t, value, bootstrap_value, size)
+            advantage, value, target, size = advantages_and_targets(self, t, value, bootstrap_value, size)
             return size, (t, advantage, value, target)
 
         @fragment(role="learner")

@@ -5,7 +5,7 @@ Layer normalization keeps the values from diverging. In the shape descriptions, 
 of some environments, and gradients flow back to the first step.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -36,7 +35,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import only_legal
@@ -45,6 +44,7 @@ from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.q_network import epsilon_greedy, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
@@ -64,7 +64,7 @@ class PQNState(NamedTuple):
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
 
 
-class Experience(NamedTuple):
+class QTrajectory(NamedTuple):
     """The steps of an unroll; every leaf is `[T, E, ...]`."""
 
     obs: jax.Array  # before every action
@@ -98,13 +98,12 @@ class PQN:
     max_grad_norm: TunableOrNone = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10.")
     discount: Tunable = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     q_lambda: Tunable = tunable(default=0.95, low=0, high=1, doc="lambda of returns: 0 bias, 1 variance. Usual: 0.65 to 0.95.")
-    exploration: Annealed | PerEnv = field(default=Annealed(100_000, 0.02), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(100_000, 0.02), doc="rate of random actions. Usual: annealed.")
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (128, 128); (512,) for images.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=True, doc="whether hidden dense layers are normalized (LayerNorm). Usual: True.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer; "min_gru" is fastest. Usual: "none", "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer; "min_gru" is fastest. Usual: None, "gru".')
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: False.")
     normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: False.")
 
@@ -205,7 +204,7 @@ class PQN:
                 env_state, obs, is_first, carry = before
                 action, carry = explore(state.params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
-                experience = Experience(obs, action, t.reward, t.terminated, t.truncated, t.valid)
+                experience = QTrajectory(obs, action, t.reward, t.terminated, t.truncated, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)

@@ -5,7 +5,7 @@ observations and joint actions, and learns from replayed sequences as R2D2 does;
 `loops/agents.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
-an agent, `L` is `trace_length` and `H` is `memory_size`.
+an agent, `L` is `trace_length` and `H` is `core.size`.
 """
 
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -30,7 +29,7 @@ from msrl_jax.configs.config import (
     tunable,
     variant,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
@@ -51,9 +50,10 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.agent_values import agent_values
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.mixers import monotonic_mixer, sum_mixer
 from msrl_jax.networks.q_network import epsilon_greedy
 from msrl_jax.networks.unrolls import Carry, reset_carry
@@ -80,7 +80,7 @@ class QMIX:
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    exploration: Annealed | PerEnv = field(default=Annealed(100_000), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(100_000), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")
@@ -93,8 +93,7 @@ class QMIX:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: Literal["none"] | CoreKind = field(default="gru", doc='recurrent layer, or "none". Usual: "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
+    core: CoreKind | Any | None = field(default="gru", doc='recurrent layer, or None. Usual: "gru".')
     mixer: Literal["monotonic", "sum"] = field(default="monotonic", doc='makes joint values. Usual: "monotonic"; VDN: "sum".')
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
     hyper_size: int = field(default=64, doc="width of the hidden layers of the mixer's hypernetworks. Usual: 64.")
@@ -107,8 +106,8 @@ class QMIX:
         """Raises ValueError if fields have no effect with the mixer or without a recurrent core."""
         if self.mixer == "sum":
             check_unused(self, ("mixing_size", "hyper_size"), "with mixer='sum'")
-        if self.core == "none":
-            check_unused(self, ("burn_in",), "with core='none'")
+        if self.core is None:
+            check_unused(self, ("burn_in",), "without a core")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""

@@ -2,7 +2,7 @@
 
 "Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX.
 
-In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `memory_size`, `L` is
+In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `core.size`, `L` is
 `trace_length` and `S` the length of a window. A window has three parts. The first `burn_in` steps only refresh the stored
 carry. The loss is computed over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
@@ -19,7 +19,6 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, sp
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -28,7 +27,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.exploration import Annealed, PerEnv
+from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.configs.replay_options import Prioritized, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type
@@ -50,8 +49,9 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, reset_carry
@@ -80,7 +80,7 @@ class R2D2:
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
     max_grad_norm: Tunable = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
-    exploration: Annealed | PerEnv = field(default=Annealed(20_000), doc="rate of random actions. Usual: annealed.")
+    exploration: Exploration = field(default=Annealed(20_000), doc="rate of random actions. Usual: annealed.")
     actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
     tau: Tunable = tunable(default=0.02, above=0, high=1, doc="target update rate; 1 copies. Usual: 1, or 0.005 to 0.05.")
     target_period: int = field(default=1, low=1, high=2**24, doc="updates between target updates. Usual: 1, or 100 to 10,000.")
@@ -93,8 +93,7 @@ class R2D2:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: CoreKind = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
-    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+    core: CoreKind | Any = field(default="gru", doc='recurrent layer; "min_gru" is fastest. Usual: "gru".')
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss, `L`; windows overlap by half. Usual: 16 to 80.")
     rescale_epsilon: TunableOrNone = tunable(

@@ -5,7 +5,7 @@ first. Discrete actions bring their own policy and critics (1910.07207), and opt
 returns, and critics without target networks.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, sp
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -48,6 +47,7 @@ from msrl_jax.loops.windows import check_core, windows_of
 from msrl_jax.losses.critic_targets import CriticTargets, TargetNetworks
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.losses.predictions import CriticReturns, Expected
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.policies import heads_of
 from msrl_jax.networks.unrolls import reset_carry
@@ -79,8 +79,7 @@ class SAC:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer, for sequences. Usual: "none", "gru".')
-    memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer, for sequences. Usual: None, "gru".')
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
@@ -96,11 +95,9 @@ class SAC:
     )
 
     def check(self) -> None:
-        """Raises ValueError if `data`, the recurrent core, `returns` or `target` do not fit the other fields."""
+        """Raises ValueError if `data` or the recurrent core do not fit the other fields."""
         check_data(self)
         check_core(self)
-        self.returns.check_config(self)
-        self.target.check_config(self)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
@@ -150,10 +147,11 @@ class SAC:
             batch, temperature = windows.steps(batch), jnp.exp(params["log_temperature"])
             e = batch.experience
             next_keys, keys = jax.random.split(batch.key, (2, len(e.reward)))
-            next_action, next_log_prob, next_mean = policy.apply(params["actor"], e.next_obs).sample_for_mean(next_keys)
+            next_actor = policy.apply(params["actor"], e.next_obs)
+            next_action, next_log_prob = next_actor.sample_and_log_prob(next_keys)
 
             def backup(next_q):  # with the entropy of the next action
-                return e.reward + e.discount * next_mean(soft_value(next_q, next_log_prob, temperature))
+                return e.reward + e.discount * next_actor.expectation(soft_value(next_q, next_log_prob, temperature))
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
@@ -165,17 +163,18 @@ class SAC:
 
                 # The actor maximizes the soft values of its actions.
                 actor, critic = policy.apply(trained["actor"], e.obs), self.target.for_actor(params["critic"], target_critic)
-                action, log_prob, mean = actor.sample_for_mean(keys)
+                action, log_prob = actor.sample_and_log_prob(keys)
                 value = predicted.value(critics.apply(critic, e.obs, action))
-                soft, log_prob = mean(soft_value(value, log_prob, temperature)), mean(log_prob)
-                total = critic_loss - soft.mean()
+                actor_loss = -actor.expectation(soft_value(value, log_prob, temperature)).mean()
 
+                # The temperature moves the entropy towards its target.
+                total, log_prob = critic_loss + actor_loss, actor.expectation(log_prob)
                 if self.learn_temperature:
                     entropy = actor.usual_target_entropy() if self.target_entropy is None else self.target_entropy
                     total += temperature_loss(trained["log_temperature"], log_prob, entropy).mean()
                 stats = {
                     "critic_loss": critic_loss,
-                    "actor_loss": -soft.mean(),
+                    "actor_loss": actor_loss,
                     "q": predicted.expected(q).mean(),
                     "entropy": -log_prob.mean(),
                     "temperature": temperature,

@@ -5,7 +5,7 @@ parameters, so that devices exchange gradients once. The paper updates the criti
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.checking import is_constant
 from msrl_jax.configs.config import (
     Activation,
-    CoreKind,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -49,6 +48,7 @@ from msrl_jax.loops.replay import (
 )
 from msrl_jax.loops.windows import check_core, windows_of
 from msrl_jax.losses.predictions import CriticReturns, Expected
+from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
@@ -79,8 +79,7 @@ class TD3:
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(default="auto", doc='a name, or a module; "auto" convolves images. Usual: "auto".')
     layer_norm: bool = field(default=False, doc="whether hidden dense layers are normalized (LayerNorm). Usual: False.")
-    core: Literal["none"] | CoreKind = field(default="none", doc='recurrent layer, for sequences. Usual: "none", "gru".')
-    memory_size: int = field(default=64, doc="size of each recurrent state, `H`. Usual: 64 to 256.")
+    core: CoreKind | Any | None = field(default=None, doc='recurrent layer, for sequences. Usual: None, "gru".')
     burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(default=32, doc="steps of a window in the loss; windows overlap by half. Usual: 16 to 80.")
     normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
@@ -97,10 +96,9 @@ class TD3:
     noise_clip: Tunable = tunable(default=0.5, low=0, doc="bound of the noise of the target actor. Usual: 0.5.")
 
     def check(self) -> None:
-        """Raises ValueError if `data`, the core or the limits of atoms do not fit, or `max_exploration_noise` is too small."""
+        """Raises ValueError if `data` or the core do not fit, or `max_exploration_noise` is too small."""
         check_data(self)
         check_core(self)
-        self.returns.check_config(self)
         low, high = self.exploration_noise, self.max_exploration_noise
         if high is not None and high < low:
             raise ValueError(

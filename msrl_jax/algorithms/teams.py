@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.agents.transformations import scheduled
 from msrl_jax.configs.choices import written
+from msrl_jax.configs.classes import fields_of
 from msrl_jax.configs.config import config, field
 from msrl_jax.configs.deferred import is_object
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
@@ -21,13 +22,12 @@ from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.naming import reference
-from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make
 from msrl_jax.registry.table import ALGORITHMS
-from msrl_jax.registry.team_text import split, without_agents
+from msrl_jax.registry.team_text import read_algorithm, split_team, write_agents
 
 RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
@@ -57,7 +57,7 @@ class Teams:
         given = self.teams.split() if isinstance(self.teams, str) else self.teams
         if not isinstance(given, list | tuple | Mapping):
             raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        pairs = given.items() if isinstance(given, Mapping) else map(split, given)
+        pairs = given.items() if isinstance(given, Mapping) else map(split_team, given)
         entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
             raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
@@ -68,9 +68,9 @@ class Teams:
         """Whether the learning rate of a team falls over the run."""
         return any(getattr(entry.config, "anneal_learning_rate", False) for entry in self.entries())
 
-    def entries(self) -> list["Entry"]:
+    def entries(self) -> list["TeamSpec"]:
         """Parses and checks the teams."""
-        return [_entry(*split(text), self) for text in self.teams]
+        return [_entry(*split_team(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
         """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""
@@ -95,7 +95,7 @@ class Teams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TeamSpec:
     """A team of a config."""
 
     name: str
@@ -111,8 +111,8 @@ class Entry:
     @property
     def text(self) -> str:
         """Returns the team as `TEAM=ALGORITHM:field=value,...`."""
-        fields = ["agents=" + "|".join(self.patterns)] if self.patterns else []
-        changed = _changed(self.config) if self.config else {}
+        fields = [write_agents(self.patterns)] if self.patterns else []
+        changed = fields_of(self.config) if self.config else {}
         for name, value in changed.items():
             if is_object(value) and not isinstance(said := reference(value), str):
                 raise ValueError(f"team {self.name!r} has {said['object']} as {name}; teams are text, so give MODULE:NAME")
@@ -124,19 +124,18 @@ class Entry:
         return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
 
-def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
+def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
     """Parses a team from a text or a config; raises ValueError if it is invalid."""
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # the name is part of metric names
         raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
     where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
     kind: Any = None
     if isinstance(algorithm, str):
-        text, patterns = without_agents(team, algorithm)
-        name, fields = parse_spec(text, prefixes=True)
+        name, fields, patterns = read_algorithm(team, algorithm)
         if name in ALGORITHMS or ":" in name or files.is_file(name):
             kind = get(name)
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
-        kind, fields, patterns = type(algorithm), _changed(algorithm), ()
+        kind, fields, patterns = type(algorithm), fields_of(algorithm), ()
         name = kind.name
     else:
         raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
@@ -145,23 +144,17 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     if name == RANDOM:
         if fields:
             raise ValueError(f"{where} sets {', '.join(fields)}, but random actions need no settings; leave them out")
-        return Entry(team, patterns, None)
+        return TeamSpec(team, patterns, None)
     if not hasattr(kind, "build_team"):
         able = sorted([name for name, other in ALGORITHMS.items() if hasattr(other, "build_team")] + [RANDOM])
         raise ValueError(f"{where} has the algorithm {name!r}{suggestion(name, able)}; teams can have {', '.join(able)}")
     try:
-        return Entry(team, patterns, make(kind, fields | shared))
+        return TeamSpec(team, patterns, make(kind, fields | shared))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _changed(config: Any) -> dict[str, Any]:
-    """Returns the fields of a config that differ from the defaults."""
-    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
-def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
+def members_of(agents: tuple[str, ...], entries: list[TeamSpec], env: str) -> dict[str, tuple[int, ...]]:
     """Returns the agent indices of each team; raises ValueError unless every agent has one team, and every team has agents."""
     members: dict[str, tuple[int, ...]] = {}
     known = f"the agents of {env} are {', '.join(agents)}"
@@ -186,7 +179,7 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def _build_team(entry: Entry, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
+def _build_team(entry: TeamSpec, venv: VectorizedAgents, members: tuple[int, ...], run: Teams) -> Team:
     """Builds a team of the agents with the indices `members`; errors name the team."""
     if entry.config is None:
         return random_team(venv, len(members), run.unroll_length, seed=members[0])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from msrl_jax.cli import config_file, options
 from msrl_jax.cli.config_file import ConfigFile
-from msrl_jax.cli.options import REQUIRED, Option, Part, UsageError, nearest, values_of
+from msrl_jax.cli.options import REQUIRED, Option, OptionGroup, UsageError, nearest, values_of
 from msrl_jax.fragments.support.naming import check_trust
 
 
@@ -53,8 +53,8 @@ class Command:
     """
 
     function: Callable[..., Output]
-    parts: tuple[Part, ...]
-    others: tuple[Part, ...]
+    parts: tuple[OptionGroup, ...]
+    others: tuple[OptionGroup, ...]
     sweeps: bool
     check: Callable[[dict[str, Any]], object] | None
 
@@ -71,7 +71,7 @@ class Command:
     def options(self) -> dict[str, Option]:
         """Returns the options by name, without the fields of configs."""
         found: dict[str, Option] = {}
-        for part in (Part(self.function), *self.parts, *self.others, Part(General)):
+        for part in (OptionGroup(self.function), *self.parts, *self.others, OptionGroup(General)):
             found |= {option.name: option for option in part.options() if option.name not in found}
         return found
 
@@ -88,14 +88,14 @@ class Command:
 
 
 def command(
-    *parts: Part | str | Callable[..., Any],
+    *parts: OptionGroup | str | Callable[..., Any],
     others: Sequence[Callable[..., Any]] = (),
     sweeps: bool = False,
     check: Callable[[dict[str, Any]], object] | None = None,
 ) -> Callable[[Callable[..., Output]], Command]:
     """Makes a function into a `Command`."""
-    made = tuple(part if isinstance(part, Part) else Part(part) for part in parts)
-    return lambda function: Command(function, made, tuple(map(Part, others)), sweeps, check)
+    made = tuple(part if isinstance(part, OptionGroup) else OptionGroup(part) for part in parts)
+    return lambda function: Command(function, made, tuple(map(OptionGroup, others)), sweeps, check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
     file = config_file.of(argv, has_recipes="recipe" in known)
     file.check_trust(known, flags, trusted="--trust" in argv)
     algos = values_of(argv, "algo") or _algos_of(file, argv, known) or ["ppo"]
-    fields = options.fields_of(algos, known, is_swept=command.sweeps) if command.has_fields else []
+    fields = options.config_options(algos, known, is_swept=command.sweeps) if command.has_fields else []
     groups = {"options": [*known.values()], f"fields of the config of {', '.join(algos)}": fields}
     parser = options.parser_of(prog, command.about, groups)
     found, unknown = parser.parse_known_intermixed_args(argv)

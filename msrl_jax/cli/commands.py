@@ -20,7 +20,7 @@ from msrl_jax import _rooms
 from msrl_jax.cli import launch, listing
 from msrl_jax.cli.command import Command, Output, command
 from msrl_jax.cli.config_file import recipe_file
-from msrl_jax.cli.options import TRAIN, Part, UsageError
+from msrl_jax.cli.options import TRAIN, OptionGroup, UsageError
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.compiling import use_cpu_devices
 from msrl_jax.run import recipes
@@ -67,7 +67,7 @@ def check_train(asked: dict[str, Any]) -> None:
         policies.get(asked["policy"])
 
 
-@command(Part(TRAIN, without=("devices", "callbacks")), others=(launch.start, recipe_file), check=check_train)
+@command(OptionGroup(TRAIN, without=("devices", "callbacks")), others=(launch.start, recipe_file), check=check_train)
 def train(
     asked: dict[str, Any],
     *,
@@ -114,7 +114,7 @@ def train(
 TRAIN_COMMAND = train
 
 
-@command(Part("msrl_jax.search.sweep:sweep", without=("devices", "guard", "pbt")), sweeps=True)
+@command(OptionGroup("msrl_jax.search.sweep:sweep", without=("devices", "guard", "pbt")), sweeps=True)
 def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Output:
     """Train an algorithm with many settings at the same time, and rank them.
 
@@ -170,7 +170,7 @@ def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Output:
     return Output(f"{line}{played}", data)
 
 
-@command(Part(run_of, without=("checkpoint",)), Part("msrl_jax.data.rollout:record", without=("result", "path")))
+@command(OptionGroup(run_of, without=("checkpoint",)), OptionGroup("msrl_jax.data.rollout:record", without=("result", "path")))
 def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Output:
     """Run a trained agent, and write its steps to a data set.
 
@@ -215,8 +215,8 @@ def explain(
         use_cpu_devices(max(1, *map(cpus_of, devices)))
     from msrl_jax import policies
     from msrl_jax.fragments.plan.picture import page_of
-    from msrl_jax.policies.base import spec
-    from msrl_jax.report.scaling import format_table, plans
+    from msrl_jax.policies.helpers import spec
+    from msrl_jax.report.scaling import format_plans, plans
     from msrl_jax.run.auto_policy import choose_policy, is_auto
     from msrl_jax.run.disk.folder import write_text
     from msrl_jax.run.prepare import make_experiment
@@ -238,7 +238,7 @@ def explain(
         title = f"{experiment.name} on {experiment.env_name}"
         write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, title))
     if len(rows) > 1:
-        return Output(format_table(rows), [row.to_dict() for row in rows])
+        return Output(format_plans(rows), [row.to_dict() for row in rows])
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
     chosen = {"choice": reasons[0].to_dict()} if reasons else {}
@@ -262,7 +262,7 @@ def _can_draw() -> None:
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
-@command(run_of, Part("msrl_jax.run.outputs.video:video", without=("result", "path")))
+@command(run_of, OptionGroup("msrl_jax.run.outputs.video:video", without=("result", "path")))
 def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Output:
     """Write a video of a trained agent: greedy episodes.
 
@@ -277,7 +277,7 @@ def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video
     return Output(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
 
 
-@command(run_of, Part("msrl_jax.run.outputs.export:export", without=("result",)))
+@command(run_of, OptionGroup("msrl_jax.run.outputs.export:export", without=("result",)))
 def export(run: dict[str, Any], asked: dict[str, Any]) -> Output:
     """Export the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
     from msrl_jax.run import export
@@ -286,7 +286,7 @@ def export(run: dict[str, Any], asked: dict[str, Any]) -> Output:
     return Output(file, {"file": str(file)})
 
 
-@command(Part("msrl_jax.report.runs_page:runs_page", without=("path",)))
+@command(OptionGroup("msrl_jax.report.runs_page:runs_page", without=("path",)))
 def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
     """Write a page about runs: returns and curves of each setting, their differences, times, and how to repeat each run.
 
@@ -299,7 +299,7 @@ def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
     return Output(page, {"page": str(page)})
 
 
-@command(Part("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
+@command(OptionGroup("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
 def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
     """Plot a curve with its interval over seeds for each setting of each run, as a figure for a paper.
 
@@ -312,7 +312,7 @@ def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
     return Output(out, {"figure": str(out)})
 
 
-@command(Part("msrl_jax.report.bench:bench", without=("devices", "note")))
+@command(OptionGroup("msrl_jax.report.bench:bench", without=("devices", "note")))
 def bench(asked: dict[str, Any]) -> Output:
     """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
@@ -321,7 +321,7 @@ def bench(asked: dict[str, Any]) -> Output:
     return Output(report.format_table(measurements), measurements)
 
 
-@command(Part("msrl_jax.report.profiling:profile", without=("devices", "note")))
+@command(OptionGroup("msrl_jax.report.profiling:profile", without=("devices", "note")))
 def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Output:
     """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
@@ -342,7 +342,7 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
     return Output(made, made.to_dict())
 
 
-@command(Part("msrl_jax.report.reproduction:reproduce", without=("name", "out", "compare", "devices")))
+@command(OptionGroup("msrl_jax.report.reproduction:reproduce", without=("name", "out", "compare", "devices")))
 def reproduce(
     asked: dict[str, Any],
     *names: str,

@@ -186,7 +186,7 @@ class Option:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OptionGroup:
     """A function whose parameters are options of a command.
 
     Attributes:
@@ -237,7 +237,7 @@ class Part:
                 is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
                 yield Option(name, p.annotation, p.default, docs[name], is_positional)
         if more := [x for x in ("algo", "env", *self._of_experiment) if x not in docs and self.takes(x)]:
-            yield from Part(TRAIN, only=tuple(more)).options()
+            yield from OptionGroup(TRAIN, only=tuple(more)).options()
 
 
 def arguments_of(function: Any) -> dict[str, str]:
@@ -252,7 +252,7 @@ def arguments_of(function: Any) -> dict[str, str]:
     return found
 
 
-def fields_of(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
+def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
     from msrl_jax.configs.fields import choices, kinds

@@ -30,7 +30,7 @@ def check_fields(self: Any) -> None:
         has_no_number = isinstance(value, Tracer) or (value is None and type(None) in kinds)
         if options := choices(f):
             value = options[0].read(where, value, f)
-        elif not (has_no_number or (f.metadata.get("tunable") and is_deferred(value))):
+        if not (has_no_number or (f.metadata.get("tunable") and is_deferred(value))):
             value = _checked(where, value, kinds, f.metadata)
         object.__setattr__(self, f.name, value)
 
@@ -63,6 +63,8 @@ def _checked(where: str, value: Any, kinds: tuple[Any, ...], about: Mapping[str,
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:
     """Says what to use instead of an invalid value; None if the value is valid."""
+    if Any in kinds and (is_deferred(value) or is_object(value)):
+        return None if is_hashable(value) else "tuples instead of lists"
     if words := [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]:
         return _word_remedy(value, words, Any in kinds)
     if bool in kinds:
@@ -80,8 +82,6 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
 
 
 def _word_remedy(value: Any, words: list[Any], or_object: bool) -> str | None:
-    if or_object and (is_deferred(value) or is_object(value)):
-        return None if is_hashable(value) else "tuples instead of lists"
     if value in words:
         return None
     near = difflib.get_close_matches(str(value).lower(), words, n=1)

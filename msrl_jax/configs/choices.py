@@ -1,51 +1,91 @@
 """Options: objects that select one of several alternatives in a field of a config.
 
 An option is a small frozen class with the numbers that one alternative needs. Its text is `NAME:field=value,...`, such as
-`per_env:0.3`.
+`per_env:0.3`. A protocol says what an algorithm calls; its options may be declared in any file.
 """
 
 import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
-from typing import Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform, overload
 
 from msrl_jax.configs.classes import class_of_fields, fields_of
-from msrl_jax.configs.fields import Alternatives as Alternatives
-from msrl_jax.configs.fields import choices, field, is_option, tunable
+from msrl_jax.configs.deferred import is_object
+from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
+from msrl_jax.fragments.support.naming import is_path
 from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
 
 T = TypeVar("T")
 
 
+@overload
 @dataclass_transform(frozen_default=True, field_specifiers=(field, tunable))
-def option(cls: type[T]) -> type[T]:
+def option(cls: type[T], /) -> type[T]: ...
+
+
+@overload
+@dataclass_transform(frozen_default=True, field_specifiers=(field, tunable))
+def option(*, of: Any) -> Callable[[type[T]], type[T]]: ...
+
+
+def option(cls: Any = None, /, *, of: Any = ()) -> Any:
     """Makes a class an option: one alternative of a config field.
 
-    The class declares fields, as a config does, and may have a method `check()`, which raises ValueError if they contradict
-    each other. Its text is `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`.
+    The class declares fields, as a config does. It may have a method `check()`, which raises ValueError if they contradict each
+    other, and a method `check_config(config)`, which does so if they contradict other fields of the config. Its text is
+    `NAME:field=value,...`; for example, `PerEnv` has the name `per_env`, unless it has an attribute `option`, another name.
 
     Args:
       cls: the class.
+      of: a protocol, or a tuple of them: the types of the fields that accept the option, besides those that name its class.
 
     Returns:
       The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
+
+    Raises:
+      ValueError: if the protocol has another option of this name.
     """
-    made: Any = cls
-    made.option = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-    made.read = staticmethod(read)
-    made.__str__ = lambda self: text(self)
-    return class_of_fields(made, f"the option {cls.__name__}")
+    if cls is None:
+        return lambda cls: option_of(cls, of if isinstance(of, tuple) else (of,))
+    return option_of(cls, ())
+
+
+def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
+    """Makes a class an option, and registers it as one of each protocol."""
+    cls.option = vars(cls).get("option") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    cls.read = staticmethod(read)
+    cls.__str__ = lambda self: text(self)
+    made = class_of_fields(cls, f"the option {cls.__name__}")
+    for protocol in protocols:
+        known = OPTIONS.setdefault(protocol, {})
+        other = known.get(made.option, made)
+        if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):  # a notebook cell may redefine one
+            where = f"{protocol.__name__} has the option {made.option!r} already, {other.__module__}.{other.__qualname__}"
+            raise ValueError(f"{where}; give the class {cls.__name__} another name")
+        known[made.option] = made
+    return made
 
 
 def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
-    """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them."""
+    """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them.
+
+    If the field accepts `Any`, custom objects and their MODULE:NAME are returned as they are.
+    """
+    if Any in parts_of(field.type) and _is_custom(value, field):
+        return value
     value = read_option(where, value, field) if isinstance(value, str | Call) else value
     if not isinstance(value, (*choices(field), *[type(None)] * (type(None) in parts_of(field.type)))):
         raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
     return value
+
+
+def _is_custom(value: Any, field: dataclasses.Field[Any]) -> bool:
+    if isinstance(value, str):
+        return is_path(value) and value.partition(":")[0] not in [kind.option for kind in choices(field)]
+    return is_object(value) and not is_option(value)
 
 
 def text(option: Any, *, whole: bool = False) -> str:
@@ -63,7 +103,7 @@ def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
 
 def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
-    if given == "None" and type(None) in parts_of(field.type):
+    if given in ("None", "none") and type(None) in parts_of(field.type):
         return None
     try:
         call = read_call(given) if isinstance(given, str) else given
@@ -85,7 +125,9 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
 
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
-    return "one of " + ", ".join([*(kind.option for kind in choices(field)), *["None"] * (type(None) in parts_of(field.type))])
+    others = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
+    known = [kind.option for kind in choices(field)]
+    return "one of " + ", ".join([*known, *(words for kind, words in others.items() if kind in parts_of(field.type))])
 
 
 @contextlib.contextmanager

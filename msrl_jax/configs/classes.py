@@ -8,7 +8,7 @@ import jax
 
 from msrl_jax.configs.checking import check_fields
 from msrl_jax.configs.deferred import is_deferred
-from msrl_jax.configs.fields import choices
+from msrl_jax.configs.fields import choices, default_of, is_option
 from msrl_jax.fragments.support.tracebacks import entry
 
 
@@ -16,7 +16,7 @@ def fields_of(value: Any, *, whole: bool = False) -> dict[str, Any]:
     """Returns the fields of a frozen dataclass that differ from their defaults, or all fields if `whole`."""
     found = {}
     for f in dataclasses.fields(value):
-        x, usual = getattr(value, f.name), f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        x, usual = getattr(value, f.name), default_of(f)
         if f.repr and (whole or type(x) is not type(usual) or x != usual):
             found[f.name] = x
     return found
@@ -45,19 +45,21 @@ def class_of_fields(cls: Any, where: str, **how: bool) -> Any:
     for f in dataclasses.fields(made):
         f.type = hints[f.name]
     known = dataclasses.fields(made)
-    leaves = [f.name for f in known if f.metadata.get("tunable") or choices(f)]
-    static = [f.name for f in known if f.name not in leaves]
+    tunable = [f.name for f in known if f.metadata.get("tunable")]
 
-    def flatten(self: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(self, n) for n in leaves), tuple(getattr(self, n) for n in static)
+    def flatten(self: Any) -> tuple[tuple[Any, ...], Any]:
+        own = {f.name: getattr(self, f.name) for f in known}
+        inner = {n: x for n, x in own.items() if n in tunable or is_option(x)}
+        return tuple(inner.values()), (tuple(inner), tuple((n, x) for n, x in own.items() if n not in inner))
 
-    def unflatten(rest: tuple[Any, ...], values: Any) -> Any:
+    def unflatten(rest: Any, values: Any) -> Any:
         self = object.__new__(made)  # unchecked, because JAX puts arbitrary objects into leaves
-        for n, value in (*zip(leaves, values, strict=True), *zip(static, rest, strict=True)):
+        names, static = rest
+        for n, value in (*zip(names, values, strict=True), *static):
             object.__setattr__(self, n, value)
         return self
 
-    check_fields(unflatten(tuple(f.default for f in known if f.name in static), [f.default for f in known if f.name in leaves]))
+    check_fields(unflatten(((), tuple((f.name, f.default) for f in known)), ()))
     jax.tree_util.register_pytree_node(made, flatten, unflatten)
     return made
 
@@ -75,5 +77,14 @@ def _check_declaration(cls: type, where: str) -> None:
 def _check_made(self: Any) -> None:
     """Checks an object of fields on construction; if it has schedules, `resolve.check` calls its `check` later."""
     check_fields(self)
-    if hasattr(self, "check") and not any(map(is_deferred, jax.tree.leaves(self, is_leaf=is_deferred))):
+    if not any(map(is_deferred, jax.tree.leaves(self, is_leaf=is_deferred))):
+        check_together(self)
+
+
+def check_together(self: Any) -> None:
+    """Raises ValueError if fields of an object contradict each other, or one of its options."""
+    if hasattr(self, "check"):
         self.check()
+    for held in (getattr(self, f.name) for f in dataclasses.fields(self) if choices(f)):
+        if hasattr(held, "check_config"):
+            held.check_config(self)

@@ -26,11 +26,10 @@ from msrl_jax.envs.privileged import with_privileged
 
 Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 NetworkKind = Literal["auto", "mlp", "cnn", "impala_cnn", "simba"] | Any  # or a module, or its MODULE:NAME
-CoreKind = Literal["gru", "lstm", "min_gru", "lru", "gtrxl"] | Any  # or a core, or its MODULE:NAME
 # also NAME:parameter=value,...; or an optax.GradientTransformation, or its MODULE:NAME
 OptimizerKind = Literal["adam", "adamw", "rmsprop", "sgd", "lion", "muon"] | Any
 Normalization = Literal["minibatch", "batch", "none"]
-Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
+CodecName = Literal["bfloat16", "uint8", "scaled_uint8"]
 Actions = Literal["discrete", "integers", "bounded", "unbounded"]  # the last two are of floats
 ALL_ACTIONS: tuple[Actions, ...] = typing.get_args(Actions)
 
@@ -76,8 +75,8 @@ def config(
         new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
-        alike = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
-        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in alike):
+        same_name = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
+        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in same_name):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         DECLARED[name] = new  # a notebook cell may redefine it
         return new

@@ -25,7 +25,7 @@ def is_object(value: Any) -> bool:
     if is_option(value):
         return any(is_object(getattr(value, f.name)) for f in dataclasses.fields(value))
     several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
-    return callable(value) or hasattr(value, "apply") or hasattr(value, "step") or several
+    return callable(value) or any(hasattr(value, method) for method in ("apply", "step", "make")) or several
 
 
 def is_hashable(value: Any) -> bool:

@@ -3,6 +3,8 @@
 In the shape descriptions, `E` denotes the number of environments.
 """
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,15 @@ from msrl_jax.configs.config import Tunable, field, tunable
 from msrl_jax.fragments.counters import Counter, fraction
 
 
-@option
+class Exploration(Protocol):
+    """The options for the rate of random actions."""
+
+    def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
+        """Returns the probability of random actions after `steps`: `[]`, or `[E]` for one per environment."""
+        ...
+
+
+@option(of=Exploration)
 class Annealed:
     """Epsilon falls linearly from 1 over the first steps."""
 
@@ -24,7 +34,7 @@ class Annealed:
         return (1.0 - self.final) * left + self.final
 
 
-@option
+@option(of=Exploration)
 class PerEnv:
     """Epsilon is constant, with a different value in every environment (Horgan et al., 2018, arXiv 1803.00933)."""
 

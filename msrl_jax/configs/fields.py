@@ -1,7 +1,7 @@
 """Declarations of fields: a default, bounds and a line of documentation, as plain data.
 
-A field of a config that is a union of options, or whose type is a class of `Alternatives`, takes one of these options, or its
-text, such as `"per_env:0.3"`. A field of an option has a dotted name in the config, such as `exploration.base`.
+A field of a config whose type is an option, or a protocol of options, takes one of these options, or its text, such as
+`"per_env:0.3"`. A field of an option has a dotted name in the config, such as `exploration.base`.
 """
 
 import dataclasses
@@ -79,25 +79,23 @@ def is_option(value: Any) -> bool:
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
 
 
-class Alternatives:
-    """The base class of the type of a field whose options are its subclasses, in whatever files they are.
-
-    An algorithm declares a field of that type and calls its methods, so it need not know the options.
-    """
-
-    def check_config(self, config: Any) -> None:
-        """Raises ValueError if other fields of a config contradict this option."""
+OPTIONS: dict[type, dict[str, Any]] = {}
+"""The options of each protocol that `option(of=...)` has named, by the name of the option."""
 
 
 def kinds(field: dataclasses.Field[Any]) -> list[Any]:
-    """Returns the types that a field accepts, among them all options of its `Alternatives`."""
-    found: list[Any] = []
-    for kind in parts_of(field.type):
-        is_open = isinstance(kind, type) and Alternatives in kind.__bases__
-        found += {c.option: c for c in kind.__subclasses__() if is_option(c)}.values() if is_open else [kind]
-    return found
+    """Returns the types that a field accepts, among them all options of its protocol."""
+    return [c for kind in parts_of(field.type) for c in (OPTIONS[kind].values() if kind in OPTIONS else [kind])]
 
 
 def choices(field: dataclasses.Field[Any]) -> list[Any]:
     """Returns the options that a field accepts."""
     return [kind for kind in kinds(field) if is_option(kind)]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Returns the default of a field; that of a field with options may be text."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    options = choices(field) if isinstance(field.default, str) else []
+    return options[0].read(field.name, field.default, field) if options else field.default

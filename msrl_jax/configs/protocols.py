@@ -99,7 +99,7 @@ class WindowFields(MixedFields, NetworkFields, Protocol):
 
     @property
     def core(self) -> Any:
-        """A recurrent layer, or "none"."""
+        """A recurrent core, or None."""
         ...
 
     @property

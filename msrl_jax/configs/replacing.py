@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from msrl_jax.configs.choices import located, read_option
+from msrl_jax.configs.choices import located, read
 from msrl_jax.configs.fields import choices, is_option
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
@@ -47,11 +47,11 @@ def with_values(
             inner.setdefault(head, {})[rest] = x
     for head, given in inner.items():
         place, held = f"{where}.{head}", own.get(head, getattr(config, head))
-        held = read_option(place, held, fields[head]) if isinstance(held, str) else held
+        held = read(place, held, fields[head]) if isinstance(held, str) else held
         for name, x in given.items():
             if name.partition(".")[0] not in getattr(held, "__dataclass_fields__", ()):
                 having = " or ".join(repr(kind.option) for kind in choices(fields[head]) if name in all_fields(kind))
-                fact = f"{place}.{name}={shown(x)}: {head} is {held}, which has no {name}"
+                fact = f"{place}.{name}={shown(x)}: {head} is {' '.join(str(held).split())}, which has no {name}"
                 raise ValueError(f"{fact}; leave it out, or give {head}={having} too")
         with located(place, held):
             own[head] = with_values(held, given, where=place, replace=replace)

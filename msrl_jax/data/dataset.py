@@ -92,8 +92,8 @@ class Dataset:
 
     def __post_init__(self):
         arrays = {name: np.asarray(x) for name, x in self.columns.items()}
-        first, *others = [name for name in arrays if fields_of([name]) == {"obs": None}]
-        successors = [name for name in arrays if fields_of([name]) == {"next_obs": None}]
+        first, *others = [name for name in arrays if top_fields([name]) == {"obs": None}]
+        successors = [name for name in arrays if top_fields([name]) == {"next_obs": None}]
         if successors != [f"next_{name}" for name in (first, *others)]:
             raise ValueError(
                 f"a data set has {', '.join(successors)} with {', '.join((first, *others))}; use the same parts for "
@@ -138,7 +138,7 @@ class Dataset:
         if cut.shape != num_rows or cut.dtype != bool:
             raise ValueError(f"cut of a data set is {show(cut)}; pass bool{list(num_rows)}, or None")
         arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
-        for name in fields_of(arrays):
+        for name in top_fields(arrays):
             object.__setattr__(self, name, nested(arrays, name))
 
     def __len__(self) -> int:
@@ -283,7 +283,7 @@ def nested(arrays: Mapping[str, Any], name: str) -> Any:
     return tuple(nested(arrays, f"{name}/{i}") for i in range(len(keys)))
 
 
-def fields_of(paths: Iterable[str]) -> dict[str, None]:
+def top_fields(paths: Iterable[str]) -> dict[str, None]:
     """The fields that paths start with, in order of appearance."""
     return dict.fromkeys(path.partition("/")[0] if path.startswith(tuple(f"{f}/" for f in NESTED)) else path for path in paths)
 
@@ -302,7 +302,7 @@ def columns(rows: Any) -> dict[str, Any]:
 
 def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Makes a data set from arrays by the names of `Dataset.columns`, and `cut`, if known."""
-    return Dataset(**{name: nested(arrays, name) for name in fields_of(arrays)}, about=about)
+    return Dataset(**{name: nested(arrays, name) for name in top_fields(arrays)}, about=about)
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:

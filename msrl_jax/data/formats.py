@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from msrl_jax._files import parse_json, writing
-from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes, named
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_columns, from_lanes, named, top_fields
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Transition
@@ -129,7 +129,7 @@ def read_parts(folder: Path) -> Dataset:
     for path in paths:
         try:
             arrays, names = _npz(path)
-            if not set(FIELDS) <= set(fields_of(names)):
+            if not set(FIELDS) <= set(top_fields(names)):
                 raise ValueError(f"it has {', '.join(names)}")
         except _DAMAGED as error:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
@@ -149,7 +149,7 @@ def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The arrays of a data set in a file, and the names of everything in the file."""
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
-        return {name: file[name] for name in file.files if fields_of([name]).keys() <= ours}, file.files
+        return {name: file[name] for name in file.files if top_fields([name]).keys() <= ours}, file.files
 
 
 def _read_npz(path: Path) -> Dataset:
@@ -162,7 +162,7 @@ def _read_npz(path: Path) -> Dataset:
 
 
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
-    if missing := [name for name in FIELDS if name not in fields_of(names)]:
+    if missing := [name for name in FIELDS if name not in top_fields(names)]:
         raise ValueError(
             f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file "
             f"{', '.join(sorted(names))}"
@@ -213,7 +213,7 @@ def _read_parquet(path: Path) -> Dataset:
     said = parse_json((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
     for name in table.column_names:
-        if fields_of([name]).keys() <= {*FIELDS, *OPTIONAL}:
+        if top_fields([name]).keys() <= {*FIELDS, *OPTIONAL}:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
     if CUT in said:

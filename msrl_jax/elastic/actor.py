@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax.elastic import tls, wire
-from msrl_jax.elastic.packing import Packing, apply_changes
+from msrl_jax.elastic.parameter_messages import Packing, apply_changes
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.wire import Channel, WireError
 from msrl_jax.fragments.support import compiling

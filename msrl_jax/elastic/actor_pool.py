@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.elastic import tls, wire
-from msrl_jax.elastic.packing import Packing, Sender
+from msrl_jax.elastic.parameter_messages import ActorSender, Packing
 from msrl_jax.elastic.split_program import SplitProgram
 from msrl_jax.elastic.unroll_log import UnrollLog
 from msrl_jax.elastic.wire import Peer, WireError
@@ -60,7 +60,7 @@ class ConnectedActor:
 
     ticket: int
     peer: Peer
-    sender: Sender
+    sender: ActorSender
     answers: asyncio.Queue[Published | None] = field(default_factory=asyncio.Queue)  # None: the run is over
     flawed: int = 0  # number of consecutive non-finite unrolls
 
@@ -280,7 +280,7 @@ class ActorPool:
         ticket = await self._met(peer)
         if self._is_over:
             raise WireError("the run is over")
-        actor = ConnectedActor(self._log.join() if ticket is None else ticket, peer, Sender(self.packing))
+        actor = ConnectedActor(self._log.join() if ticket is None else ticket, peer, ActorSender(self.packing))
         before, self._actors[actor.ticket] = self._actors.get(actor.ticket), actor
         if before is not None:
             before.peer.cut()

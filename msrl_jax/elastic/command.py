@@ -5,10 +5,10 @@ import sys
 from typing import Any
 
 from msrl_jax.cli.command import Output, command
-from msrl_jax.cli.options import Part, UsageError
+from msrl_jax.cli.options import OptionGroup, UsageError
 
 
-@command(Part("msrl_jax.elastic.actor:act", without=("experiment", "say")))
+@command(OptionGroup("msrl_jax.elastic.actor:act", without=("experiment", "say")))
 def act(asked: dict[str, Any]) -> Output:
     """Act for a learner that `msrl-jax train --actors-at` started, until its run is over."""
     from msrl_jax.elastic.actor import act

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import ShapedArray, equations_in, jaxpr_as_fun
-from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, Run, Schedule, Value
+from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, RunProgram, Schedule, Value
 from msrl_jax.fragments.placement import Device, Layout, Placement
-from msrl_jax.fragments.runtime.lower import prepare_for_placement
+from msrl_jax.fragments.runtime.compile_program import prepare_for_placement
 from msrl_jax.fragments.support.random_keys import is_key
 
 
@@ -84,7 +84,7 @@ class Halves:
     def fingerprint(self) -> str:
         """A SHA-256 hash of the operations of both halves with their shapes: equal for equal programs, in any process."""
         digest = hashlib.sha256()
-        for run in (i for i in (*self.acting, *self.learning) if isinstance(i, Run)):
+        for run in (i for i in (*self.acting, *self.learning) if isinstance(i, RunProgram)):
             for e in equations_in(run.jaxpr.jaxpr):
                 digest.update(f"{e.primitive} {[str(a.aval) for a in (*e.invars, *e.outvars)]}".encode())
         for value in (*self.sent_kinds, *self.published_kinds):
@@ -98,16 +98,16 @@ class Halves:
 def split(schedule: Schedule, refused: Callable[[str], Exception]) -> Halves:
     """Splits a schedule of `Apart` into halves; if that is impossible, raises the error that `refused(reason)` returns."""
     body = [i for i in schedule.body if not isinstance(i, Free)]
-    if not all(isinstance(i, Run | Move) for i in body):
+    if not all(isinstance(i, RunProgram | Move) for i in body):
         raise refused("its actors and its learner exchange data at every step")
-    first = next((k for k, i in enumerate(body) if isinstance(i, Run) and not _acts(i.placement)), len(body))
+    first = next((k for k, i in enumerate(body) if isinstance(i, RunProgram) and not _acts(i.placement)), len(body))
     acting, learning = tuple(body[:first]), tuple(body[first:])
-    if buffers := [name for i in body if isinstance(i, Run) and "buffer" in i.roles for name in i.fragments]:
+    if buffers := [name for i in body if isinstance(i, RunProgram) and "buffer" in i.roles for name in i.fragments]:
         raise refused(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in order")
     up = [i for i in acting if isinstance(i, Move) and _acts(i.sources[0].placement)]
-    if not learning or not up or any(_acts(i.placement) if isinstance(i, Run) else True for i in learning):
+    if not learning or not up or any(_acts(i.placement) if isinstance(i, RunProgram) else True for i in learning):
         raise refused("its actors wait for results of the learner from their data in the same iteration")
-    made = {v for i in acting if isinstance(i, Run) for v in i.makes()}
+    made = {v for i in acting if isinstance(i, RunProgram) for v in i.makes()}
     crossing = dict.fromkeys(s for i in up for s in i.sources)
     crossing |= dict.fromkeys(v for v in schedule.metrics if v in made)
     read = {v for i in acting for v in i.reads()}
@@ -133,7 +133,7 @@ def _learned(copies: Sequence[Value]) -> Value:
 def _run(instructions: Sequence[Instruction], known: dict[Value, Any]) -> None:
     """Evaluates programs and moves in order."""
     for i in instructions:
-        if isinstance(i, Run):
+        if isinstance(i, RunProgram):
             results = jaxpr_as_fun(prepare_for_placement(i.jaxpr, i.placement))(*[known[v] for v in i.inputs])
             known.update(zip(i.outputs, results, strict=True))
         elif isinstance(i, Move):

@@ -10,7 +10,7 @@ import numpy as np
 
 from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import is_on_host
-from msrl_jax.fragments.runtime.cpu_lowering import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.run.experiment.spec import Experiment
 
 
@@ -40,14 +40,14 @@ class SplitProgram:
     def learn(self) -> Any:
         """`(leaves of the state, sent arrays) -> (next leaves, metrics)`; donates the leaves."""
         leaves, sent = self._placed(jax.tree.leaves(self.state)), self._placed(self.halves.sent_kinds)
-        return lower(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent)()
+        return lower_jitted(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent)()
 
     @functools.cached_property
     def act(self) -> Any:
         """`(leaves of an actor, published arrays) -> (its next leaves, arrays to send)`."""
         own = jax.tree.leaves(self.state)
         private = self._placed([own[i] for i in self.halves.private])
-        return lower(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
+        return lower_jitted(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
 
     def initial_leaves(self, ticket: int) -> list[jax.Array]:
         """The initial leaves of an actor: those of the run itself for ticket 0, from a separate key for other tickets."""

@@ -260,7 +260,7 @@ class Wrapper:
         return metrics_of(self.env)
 
 
-class Named:
+class NamedEnvironment:
     """An environment whose repr is its name."""
 
     name: str

@@ -15,7 +15,7 @@ from msrl_jax.fragments.graph.host_calls import host_fragment, received
 from msrl_jax.fragments.metrics import Mean
 
 
-class Outcome(NamedTuple):
+class HostStep(NamedTuple):
     """The outcome of a step, as in `TimeStep`; NumPy arrays `[E, ...]` that nothing else writes to."""
 
     obs: Any
@@ -34,7 +34,7 @@ class Simulators(Protocol):
         """Starts episodes of the environments with numbers `envs` `[N]` and seeds `[N]`; returns observations `[N, ...]`."""
         ...
 
-    def start(self, action: np.ndarray) -> Callable[[], Outcome]:
+    def start(self, action: np.ndarray) -> Callable[[], HostStep]:
         """Starts a step with the actions `[E, ...]`; returns a function that waits for the outcome."""
         ...
 

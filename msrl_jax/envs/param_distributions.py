@@ -20,8 +20,8 @@ from msrl_jax.fragments.support.text_values import read_value, read_values
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True)
-class Distribution:
-    """A distribution of one parameter; `numbers` holds the bounds `(low, high)` or the options: numbers, or `Ramp`s."""
+class ParamDistribution:
+    """A distribution of one parameter; `numbers` holds the bounds `(low, high)` or the options: numbers, or `ParamRamp`s."""
 
     kind: Literal["uniform", "log_uniform", "choice"]
     numbers: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Distribution:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["steps"])
 @dataclasses.dataclass(frozen=True)
-class Ramp:
+class ParamRamp:
     """A number that changes linearly from `start` to `end` over the first `steps` environment steps of a run."""
 
     start: Any
@@ -44,39 +44,44 @@ class Ramp:
         return f"ramp({text(self.start)}, {text(self.end)}, {self.steps})"
 
 
-def uniform(low: Any, high: Any) -> Distribution:
+def uniform(low: Any, high: Any) -> ParamDistribution:
     """A uniform distribution from `low` to `high`; for an integer parameter, both bounds are included."""
-    return Distribution("uniform", (low, high))
+    return ParamDistribution("uniform", (low, high))
 
 
-def log_uniform(low: Any, high: Any) -> Distribution:
+def log_uniform(low: Any, high: Any) -> ParamDistribution:
     """A distribution from `low` to `high`, above 0, whose logarithm is uniform."""
-    return Distribution("log_uniform", (low, high))
+    return ParamDistribution("log_uniform", (low, high))
 
 
-def choice(options: Sequence[Any]) -> Distribution:
+def choice(options: Sequence[Any]) -> ParamDistribution:
     """A uniform distribution over the options."""
-    return Distribution("choice", tuple(options))
+    return ParamDistribution("choice", tuple(options))
 
 
-def ramp(start: Any, end: Any, steps: int) -> Ramp:
+def ramp(start: Any, end: Any, steps: int) -> ParamRamp:
     """A number that changes linearly from `start` to `end` over the first `steps` environment steps, then stays constant."""
-    return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
+    return ParamRamp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
-CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}  # in text
+def _choice(*options: Any) -> ParamDistribution:
+    """As in text: `choice:1:2` or `choice([1, 2])`."""
+    return choice(options[0] if len(options) == 1 and isinstance(options[0], list | tuple) else options)
+
+
+CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": _choice, "ramp": ramp}  # in text
 
 
 def is_value(x: Any) -> bool:
-    """Whether a value is a `Distribution` or a `Ramp`."""
-    return isinstance(x, Distribution | Ramp)
+    """Whether a value is a `ParamDistribution` or a `ParamRamp`."""
+    return isinstance(x, ParamDistribution | ParamRamp)
 
 
 def _is_ramp(x: Any) -> bool:
-    return isinstance(x, Ramp)
+    return isinstance(x, ParamRamp)
 
 
-def ramps(tree: Any) -> list[Ramp]:
+def ramps(tree: Any) -> list[ParamRamp]:
     """The ramps in a pytree of values."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_ramp) if _is_ramp(x)]
 
@@ -85,7 +90,7 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
     """Replaces the ramps in a pytree of values by their numbers after `taken` steps."""
 
     def number(x: Any) -> Any:
-        if not isinstance(x, Ramp):
+        if not isinstance(x, ParamRamp):
             return x
         assert isinstance(taken, Counter)
         done, dtype = fraction(taken, x.steps), jnp.result_type(x.start)
@@ -96,10 +101,10 @@ def at(tree: Any, taken: Counter | tuple[()]) -> Any:
     return jax.tree.map(number, tree, is_leaf=_is_ramp)
 
 
-def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
+def draw_param(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
     """Draws a parameter after `taken` steps. Elements of an array are independent, except those of `choice`."""
     value = at(value, taken)
-    if not isinstance(value, Distribution):
+    if not isinstance(value, ParamDistribution):
         return jnp.asarray(value, like.dtype)
     numbers = [jnp.asarray(number, like.dtype) for number in value.numbers]
     if value.kind == "choice":
@@ -116,8 +121,8 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
     """A value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not fit."""
-    value = parse(what, value) if isinstance(value, str) else value
-    if not isinstance(value, Distribution):
+    value = parse_param(what, value) if isinstance(value, str) else value
+    if not isinstance(value, ParamDistribution):
         return _cast_number(what, value, value, like)
     is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
     if not value.numbers:
@@ -142,9 +147,9 @@ def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
 
 
 def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeStruct) -> Any:
-    if isinstance(number, Distribution):
+    if isinstance(number, ParamDistribution):
         raise ValueError(f"{what}={whole_value}: a distribution is nested in another one; use numbers, or ramps")
-    if isinstance(number, Ramp):
+    if isinstance(number, ParamRamp):
         if like.dtype == bool:
             raise ValueError(f"{what}={whole_value}: a bool cannot follow a ramp; use choice([True, False])")
         start, end = (_cast_number(what, whole_value, x, like) for x in (number.start, number.end))
@@ -165,23 +170,23 @@ def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeS
 
 
 def _host_at(number: Any, step: int) -> np.ndarray:
-    if not isinstance(number, Ramp):
+    if not isinstance(number, ParamRamp):
         return np.asarray(number)
     done = min(step / number.steps, 1.0)
     return np.asarray(number.start * (1 - done) + number.end * done)
 
 
 def text(value: Any) -> str:
-    """A value as text that `parse` reads."""
+    """A value as text that `parse_param` reads."""
     if is_value(value):
         return str(value)
     if isinstance(value, str):
-        return text(parse("a parameter", value))
+        return text(parse_param("a parameter", value))
     value = np.asarray(value).tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
     return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def parse(what: str, value: str) -> Any:
+def parse_param(what: str, value: str) -> Any:
     """Parses a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
     wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
     return _no_word(what, read_value(what, value, CALLS, wrong=wrong))

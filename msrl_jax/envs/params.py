@@ -49,7 +49,7 @@ GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | s
 class ParamSampler(NamedTuple):
     """The source that parameters are drawn from."""
 
-    values: Any  # name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`
+    values: Any  # name -> a number, a `ParamDistribution` or a `ParamRamp`; or a `Curriculum`
     taken: Counter | tuple[()] = ()  # environment steps of all copies so far, if a ramp needs them
 
 
@@ -108,7 +108,7 @@ def randomized(env: Environment, params: GivenParams | None) -> Environment:
     return RandomizeParams(env, params) if params else env
 
 
-def describe(params: GivenParams | None) -> dict[str, str] | str | None:
+def params_text(params: GivenParams | None) -> dict[str, str] | str | None:
     """Parameters as text: by name, as `RandomizeParams` accepts them, or the name of a function, which it does not accept."""
     if not params:
         return None
@@ -229,7 +229,9 @@ def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array
         drawn = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
         return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
-    return {name: param_distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
+    return {
+        name: param_distributions.draw_param(value, keys[name], types[name], source.taken) for name, value in values.items()
+    }
 
 
 def _check_data(env: Any, types: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Layout(NamedTuple):
+class SharedMemoryLayout(NamedTuple):
     """The shared memory of environments: an array with one row per environment."""
 
     num_envs: int
@@ -36,13 +36,15 @@ class Layout(NamedTuple):
         return np.ndarray(self.num_envs, self.row, memory)
 
 
-def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, metrics: tuple[str, ...] = ()) -> Layout:
+def layout_of(
+    num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, metrics: tuple[str, ...] = ()
+) -> SharedMemoryLayout:
     """The layout for actions and parts of observations, by path, with these shapes and dtypes; and for metrics."""
     rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
     parts = {f"{name}{k}": x for name in ("obs", "final") for k, x in enumerate(obs.values())} | {"action": action}
     fields = [(name, np.dtype(x.dtype), x.shape) for name, x in parts.items()]
     fields += [("metrics", np.dtype(np.float32), (len(metrics),))] if metrics else []
-    return Layout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True), metrics)
+    return SharedMemoryLayout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True), metrics)
 
 
 NO_METRIC = "the info of a step has no metric"

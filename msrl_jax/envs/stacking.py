@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, check_made, delegate, drop_weak_types, env_name
+from msrl_jax.envs.base import (
+    MultiAgentEnvironment,
+    NamedEnvironment,
+    PyTree,
+    Stepped,
+    check_made,
+    delegate,
+    drop_weak_types,
+    env_name,
+)
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.masks import has_masks
@@ -131,7 +140,7 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
-class StackedAgents(Named):
+class StackedAgents(NamedEnvironment):
     """The result of `stack_agents`; it has `action_mask` and `global_state` only if there is something to return."""
 
     render = delegate("render")

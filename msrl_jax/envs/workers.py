@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from msrl_jax.envs import simulate
-from msrl_jax.envs.host_simulators import Outcome
-from msrl_jax.envs.simulate import NO_METRIC, Layout, Order
+from msrl_jax.envs.host_simulators import HostStep
+from msrl_jax.envs.simulate import NO_METRIC, Order, SharedMemoryLayout
 from msrl_jax.fragments.support.naming import paths
 
 _log = logging.getLogger("msrl_jax")
@@ -116,7 +116,7 @@ class Workers:
         self,
         name: str,
         factory: bytes,
-        layout: Layout,
+        layout: SharedMemoryLayout,
         unflatten: Callable[[Sequence[np.ndarray]], Any],
         *,
         num_workers: int,
@@ -157,7 +157,7 @@ class Workers:
         self._status[envs] = _Status.READY
         return self._read("obs", envs)
 
-    def start(self, action: np.ndarray) -> Callable[[], Outcome]:
+    def start(self, action: np.ndarray) -> Callable[[], HostStep]:
         """See `Simulators`."""
         envs = np.arange(len(self._status))
         if (self._status != _Status.READY).any():
@@ -171,7 +171,7 @@ class Workers:
         self._order("step", envs[able], _Status.STEPPING)
         return lambda: self._finish(envs, int(able.sum()))
 
-    def _finish(self, envs: np.ndarray, asked: int) -> Outcome:
+    def _finish(self, envs: np.ndarray, asked: int) -> HostStep:
         enough = min(asked, len(envs) - int(self._drop_slowest * len(envs)))
         while self._any(envs, _Status.STEPPING) and (self._status == _Status.DONE).sum() < enough:
             self._listen(envs[self._status == _Status.STEPPING])
@@ -185,7 +185,7 @@ class Workers:
         answered, metrics = valid | caught_up, None
         if self._layout.metrics:
             metrics = np.where(answered[:, None], self._view["metrics"], np.float32(np.nan))
-        return Outcome(
+        return HostStep(
             self._read("obs", envs),
             np.where(answered, self._view["reward"], np.float32(0)),
             (valid & terminated) | (caught_up & (terminated | truncated)),

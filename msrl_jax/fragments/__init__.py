@@ -10,11 +10,11 @@ and metrics.py. `compile` calls the passes in this order:
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
     partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
-    schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
+    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     workarounds   passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     compacted     passes/compact.py        jaxpr of a program -> jaxpr of fewer kernels, for one accelerator
-    lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
+    lower         runtime/lower.py         Schedule -> compiled programs (by compile_program.py) and shardings (on first use)
 
 passes/placed_policy.py applies the policy to devices and sizes before them; passes/validate.py refuses bad input.
 `HostLoop` (runtime/host_loop.py) runs the instructions with an `Executor` (runtime/execute.py). If one placement holds the

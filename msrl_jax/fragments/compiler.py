@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.graph.build import build_graph
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
 from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from msrl_jax.fragments.passes.packing import pack
@@ -17,7 +17,7 @@ from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.passes.validate import check_graph, check_meshes, check_settings
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.lower import prepare_for_placement
+from msrl_jax.fragments.runtime.compile_program import prepare_for_placement
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")
@@ -63,7 +63,7 @@ def compile(
     layout = placed.layout
     traced = trace(iteration, state)
     _, paths = state_avals(state)
-    graph = build(traced.jaxpr, layout, paths, specs)
+    graph = build_graph(traced.jaxpr, layout, paths, specs)
     check_graph(graph, traced.jaxpr.effects, layout)
     if layout.staleness:
         delay(graph, layout.staleness, layout)

@@ -54,7 +54,7 @@ def predict(program: Program[Any], state: Any, *, delay: float = 0.0) -> Predict
         return Prediction(seconds, {program.layout.placements[0].name: seconds}, 0.0, 0.0, 0)
     program.host_loop.executor()
     costs = timing.measure_costs(program.schedule, program.executables, leaves)
-    return timing.predict(program.schedule, costs, ahead=program.ahead, delay=delay)
+    return timing.predict_time(program.schedule, costs, ahead=program.ahead, delay=delay)
 
 
 def named_in_traces(program: Program[Any]) -> contextlib.AbstractContextManager[None]:

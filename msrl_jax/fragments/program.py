@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import Traced
-from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule
+from msrl_jax.fragments.passes.instructions import Instruction, RunProgram, Schedule
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.passes.validate import check_jit_is_on, check_no_mesh_is_set
@@ -88,9 +88,9 @@ class Program(Generic[State]):
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """The instructions of one iteration, in order; a single Run if the policy fuses the loop into one program."""
+        """The instructions of one iteration, in order; a single RunProgram if the policy fuses the loop into one program."""
         body = self.schedule.body
-        return tuple(i for i in body if isinstance(i, Run)) if self.is_fused else body
+        return tuple(i for i in body if isinstance(i, RunProgram)) if self.is_fused else body
 
     @property
     def is_fused(self) -> bool:
@@ -254,7 +254,7 @@ class Program(Generic[State]):
 
         If the policy fuses the loop, this is the program of up to `chunk` iterations, whose first argument is their number.
         """
-        return list(dict.fromkeys(compiled for i, compiled in self.programs(chunk) if isinstance(i, Run)))
+        return list(dict.fromkeys(compiled for i, compiled in self.programs(chunk) if isinstance(i, RunProgram)))
 
     def programs(self, chunk: int = 1) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
         """The instructions that run XLA programs, each with its program: those of `compiled`, and those of transfers."""

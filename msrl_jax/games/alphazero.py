@@ -30,7 +30,7 @@ from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import (
     Activation,
-    Codec,
+    CodecName,
     NetworkKind,
     OptimizerKind,
     Tunable,
@@ -74,14 +74,14 @@ class Example(NamedTuple):
     value: jax.Array  # target value for that player, [...]
 
 
-class Move(NamedTuple):
+class PlayerMove(NamedTuple):
     """Who moved, and whether at random."""
 
     player: jax.Array  # 0 or 1, [...] int32
     random: jax.Array  # whether at random, [...] bool
 
 
-class Outcome(NamedTuple):
+class MoveOutcome(NamedTuple):
     """The outcome of a move."""
 
     reward: jax.Array  # of the first player, [...]
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
     player: jax.Array  # the player to move next, 0 or 1, [...] int32
 
 
-Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, Move]]
+Search = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Example, PlayerMove]]
 """`(params, keys [E], states [E, ...], obs [E, 2, ...]) -> (actions [E, 2], examples [E, ...], moves [E])`; the value of an
 example is that of the move chosen by the search."""
 
@@ -102,7 +102,7 @@ class Positions:
 
     capacity: int = field(default=32768, doc="positions that the buffer holds. Usual: those of 1 to 50 iterations.")
     learning_starts: int | None = field(default=None, doc="positions before learning; None: one batch. Usual: None.")
-    storage: Codec | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
+    storage: CodecName | None = field(default=None, doc='codec of observations ("uint8": whole numbers). Usual: None, "uint8".')
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
 
 
@@ -157,7 +157,7 @@ class AlphaZero:
             env_state, t = venv.step(env_state, action)
             player = t.final_state[:, 0].astype(jnp.int32)
             ended = t.terminated.all(-1)
-            return env_state, t.obs, Outcome(t.reward[:, 0], ended, t.truncated, of_player(t.final_obs, player), player)
+            return env_state, t.obs, MoveOutcome(t.reward[:, 0], ended, t.truncated, of_player(t.final_obs, player), player)
 
         @fragment(role="actor")
         def worth(params, estimate, move, outcome):
@@ -280,7 +280,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)
         return out, after
 
-    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, Move]:
+    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, PlayerMove]:
         player = env.to_move(state)  # type: ignore[attr-defined]
         key, whether, which = jax.random.split(key, 3)
         own = of_player(obs, player)
@@ -301,7 +301,11 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         value = found.search_tree.summary().qvalues[0, chosen]
         random = jax.random.bernoulli(whether, jnp.float32(config.random_share))
         action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
-        return turn_actions(env, state, player, action), Example(own, found.action_weights[0], value), Move(player, random)
+        return (
+            turn_actions(env, state, player, action),
+            Example(own, found.action_weights[0], value),
+            PlayerMove(player, random),
+        )
 
     # Every game has its own key, so that search results do not depend on which games share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0, 0)), network
@@ -330,7 +334,9 @@ def positions(config: AlphaZero, env: MultiAgentEnvironment) -> replay.ReplayBuf
         raise ValueError(f"{type(config).__name__}, whose positions are the buffer's steps: {text}") from None
 
 
-def position_worth(estimate: jax.Array, move: Move, outcome: Outcome, next_value: jax.Array, discount: float) -> jax.Array:
+def position_worth(
+    estimate: jax.Array, move: PlayerMove, outcome: MoveOutcome, next_value: jax.Array, discount: float
+) -> jax.Array:
     """Computes target values of positions for their players: the following rewards, as long as the search chose the moves.
 
     Args:

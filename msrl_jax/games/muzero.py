@@ -70,7 +70,7 @@ from msrl_jax.replay import ReplayBuffer, Transition
 from msrl_jax.returns import n_step_return
 
 
-class Choice(NamedTuple):
+class SearchedAction(NamedTuple):
     """The action that was taken, and the policy of the search."""
 
     action: jax.Array  # [...] int32
@@ -87,7 +87,7 @@ class Unrolled(NamedTuple):
     counts: jax.Array  # whether it continues or has terminated, so that value and reward are known, [M + 1, B] bool
 
 
-Search = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
+ModelSearch = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
 """`(params, keys [E], obs [E, ...]) -> (actions [E], policies [E, A])`"""
 
 
@@ -139,9 +139,9 @@ class MuZero:
             check_trees(self, action_space.n, 4 * self.latent_size, simulations)
         model = latent_model(make_torso(venv.observation_space, self), action_space, latent_size=self.latent_size)
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
-        choice = Choice(action_type(action_space), policy)  # type: ignore[arg-type]
+        choice = SearchedAction(action_type(action_space), policy)  # type: ignore[arg-type]
         buffer = unroll_buffer(observation, choice, self, may_be_absent=is_on_host(env))
-        search = searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
+        search = model_searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
         optimizer = make_optimizer(self, epsilon=1e-8)
 
         @fragment(role="learner")
@@ -181,7 +181,7 @@ class MuZero:
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
             """The result of a search without noise, which does not depend on its key."""
-            search = searcher(self, model, self.act_simulations, 0.0, discount)
+            search = model_searcher(self, model, self.act_simulations, 0.0, discount)
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
             keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
             return search(state.params, keys, obs)
@@ -192,7 +192,7 @@ class MuZero:
             chosen, policy = search(params, keys, obs)
             share = jnp.where(at_least(steps, buffer.min_size), self.random_share, 1.0)
             at_random = jax.vmap(jax.random.uniform)(whether) < share
-            return Choice(jnp.where(at_random, uniform_actions(which, action_space, obs), chosen), policy)
+            return SearchedAction(jnp.where(at_random, uniform_actions(which, action_space, obs), chosen), policy)
 
         @fragment(role="env")
         def env_step(env_state, action):
@@ -291,7 +291,7 @@ def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = F
     )  # fmt: skip
 
 
-def searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> Search:
+def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> ModelSearch:
     """Makes the search of a config in a model, with these settings; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 

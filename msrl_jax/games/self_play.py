@@ -210,7 +210,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         key, latest_key, slot_key = jax.random.split(pool.key, 3)
         latest = jax.random.bernoulli(latest_key, jnp.float32(config.latest_share), (config.num_opponents,))
         if weighs:
-            past = draw(pool.standings, slot_key, pool.filled, config.num_opponents)
+            past = draw_slots(pool.standings, slot_key, pool.filled, config.num_opponents)
         else:
             past = jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled, jnp.int32)
         drawn = jnp.where(latest, -1, past)
@@ -310,7 +310,7 @@ def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings
     return no_games(size)._replace(payoff=payoff, weights=replicator_dynamics(payoff, there))
 
 
-def draw(standings: Standings, key: jax.Array, filled: jax.Array, count: int) -> jax.Array:
+def draw_slots(standings: Standings, key: jax.Array, filled: jax.Array, count: int) -> jax.Array:
     """Draws the slots of `count` opponents by their weights, a tenth of them uniformly. `[count]` int32"""
     there = jnp.arange(standings.games.shape[0]) < filled
     probability = (1 - _EXPLORATION) * standings.weights + _EXPLORATION * there / filled

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MaskedObservation, Named, Stepped
+from msrl_jax.envs.base import MaskedObservation, NamedEnvironment, Stepped
 
 _PLAYERS = ("player_0", "player_1")
 
 
-class RockPaperScissors(Named):
+class RockPaperScissors(NamedEnvironment):
     """Both players choose simultaneously: 0 rock, 1 paper, 2 scissors. The winner gets 1, the loser -1, after one step."""
 
     name = "RockPaperScissors"
@@ -63,7 +63,7 @@ class KuhnState(NamedTuple):
     num_moves: jax.Array
 
 
-class KuhnPoker(Named):
+class KuhnPoker(NamedEnvironment):
     """Poker with three cards and one bet (Kuhn 1950).
 
     Both players pay 1 and get a card. They move alternately, starting with the first player. An action is 0 wait, 1 pass or 2

@@ -30,7 +30,7 @@ def check_minibatches(config: "MinibatchFields") -> None:
 
 def has_core(config: Any) -> bool:
     """Whether the networks of a config have a recurrent core."""
-    return getattr(config, "core", "none") != "none"
+    return getattr(config, "core", None) is not None
 
 
 def shuffle(key: jax.Array, config: "MinibatchFields") -> tuple[jax.Array, jax.Array]:

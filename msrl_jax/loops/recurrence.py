@@ -7,6 +7,7 @@ In the shape descriptions, `S` denotes the length of a window, `L` is `trace_len
 `N = B L` the number of steps to learn from, and `H` the size of a carry.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +20,11 @@ from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.replay import Batch
-from msrl_jax.loops.sequences import replay_values, sequence_buffer, successors
+from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.loops.windows import Windows
+from msrl_jax.networks.core import Core
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.recurrent import RecurrentCore, RecurrentNetwork, recurrent_network
+from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.networks.torso import AsymmetricTorso, Torso
 from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.replay import NStep, ReplayBuffer, Transition
@@ -32,11 +34,18 @@ if TYPE_CHECKING:
     from msrl_jax.configs.protocols import WindowFields
 
 
-class ReplayedCore(RecurrentCore):
-    """A recurrent core that brings the windows of off-policy algorithms."""
+@dataclasses.dataclass(frozen=True)
+class ResolvedCore:
+    """The core of a config when algorithms are built: it brings their code for cores, which they do not import."""
+
+    make: Callable[[int], Core]  # from the size of the inputs
+
+    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
+        """Makes a recurrent network."""
+        return recurrent_network(observation_space, make_heads, config)
 
     def windows(self, config: "WindowFields") -> "CoreWindows":
-        """Returns the windows of a config."""
+        """Returns the windows of an off-policy config."""
         return CoreWindows(config)
 
 

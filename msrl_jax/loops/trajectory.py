@@ -46,7 +46,7 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
 
 
-def estimate(
+def advantages_and_targets(
     config: Any,
     t: Trajectory,
     value: jax.Array,

@@ -11,7 +11,7 @@ import jax
 
 from msrl_jax.configs.checking import check_unused
 from msrl_jax.envs import Environment, Space
-from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.loops.replay import Batch
 from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network
@@ -58,21 +58,21 @@ class Windows:
 
 def windows_of(config: "WindowFields") -> Windows:
     """Returns the windows of a config."""
-    return Windows(config) if config.core == "none" else core_of(config).windows(config)
+    return Windows(config) if config.core is None else core_of(config).windows(config)
 
 
 def check_core(config: "WindowFields") -> None:
     """Raises ValueError if a config combines a core with a data set or with HER."""
     name = type(config).__name__
-    if config.core == "none":
-        check_unused(config, ("burn_in", "trace_length"), "with core='none'")
+    if config.core is None:
+        check_unused(config, ("burn_in", "trace_length"), "without a core")
     elif config.hindsight:
         raise ValueError(
             f"{name}.hindsight={config.hindsight} replaces goals of single steps, but {name}.core learns from sequences, whose "
-            "carries come from the old ones; use core='none', or leave hindsight out"
+            "carries come from the old ones; use core=None, or leave hindsight out"
         )
     elif config.data is not None:
         raise ValueError(
             f"{name}.core learns from sequences with the carries of the actors, but data have single steps; "
-            "use core='none', or leave data out"
+            "use core=None, or leave data out"
         )

@@ -14,8 +14,8 @@ from msrl_jax.configs.config import TunableOrNone, field, tunable
 from msrl_jax.losses.predictions import ActionPrediction, ActionReturns, Backup, CriticPrediction, CriticReturns
 
 
-@option
-class C51(ActionReturns, CriticReturns):
+@option(of=(ActionReturns, CriticReturns))
+class C51:
     """Predicts probabilities of atoms (Bellemare et al., 2017, arXiv 1707.06887)."""
 
     v_min: TunableOrNone = tunable(default=None, doc="lowest atom; None: `-1 / (1 - discount)`. Usual: lowest return.")

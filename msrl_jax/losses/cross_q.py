@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from msrl_jax.configs.choices import option
 from msrl_jax.envs import Discrete, Space
+from msrl_jax.fragments.support.checks import name_of
 from msrl_jax.losses.critic_targets import CriticTargets
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.torso import Torso
@@ -21,15 +22,15 @@ from msrl_jax.networks.torso import Torso
 _FACT = "normalizes dense layers of critics that see observations and actions"
 
 
-@option
-class CrossQ(CriticTargets):
+@option(of=CriticTargets)
+class CrossQ:
     """No target networks: critics normalize batches (Bhatt et al., 2024, OpenReview PczQtTsTIX)."""
 
     def check_config(self, config: Any) -> None:
         """Raises ValueError if the critics learn from windows of steps."""
-        if config.core != "none":
+        if config.core is not None:
             where = f"{type(config).__name__}.target={str(self)!r}"
-            raise ValueError(f"{where} {_FACT}, but core={config.core!r} learns from windows of steps; use core='none'")
+            raise ValueError(f"{where} {_FACT}, but core={name_of(config.core)} learns from windows of steps; use core=None")
 
     def torso(self, torso: Torso, action_space: Space) -> Torso:
         """Returns a torso with normalization; raises ValueError if it or the actions do not support it."""

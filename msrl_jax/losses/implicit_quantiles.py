@@ -20,8 +20,8 @@ from msrl_jax.networks.q_network import ActionValues, split_torso
 from msrl_jax.networks.torso import Torso
 
 
-@option
-class IQN(ActionReturns):
+@option(of=ActionReturns)
+class IQN:
     """Predicts quantiles at random fractions (Dabney et al., 2018, arXiv 1806.06923)."""
 
     num_fractions: int = field(default=8, doc="random fractions of an example, `N` in the paper. Usual: 8 to 64.")

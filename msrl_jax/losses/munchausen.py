@@ -15,8 +15,8 @@ from msrl_jax.losses.q_targets import QTarget, Values
 from msrl_jax.replay import NStep
 
 
-@option
-class Munchausen(QTarget):
+@option(of=QTarget)
+class Munchausen:
     """Adds the log-policy to rewards; targets average over all actions (M-DQN, Vieillard et al., 2020, arXiv 2007.14430)."""
 
     scale: Tunable = tunable(default=0.9, low=0, high=1, doc="weight of the log-policies. Usual: 0.9.")

@@ -5,11 +5,11 @@ of outputs per action: one value, or the atoms or quantiles of a distribution.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from msrl_jax.configs.choices import Alternatives, option
+from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import TunableOrNone, tunable
 from msrl_jax.losses.values import value_error
 
@@ -41,24 +41,24 @@ class CriticPrediction(NamedTuple):
     error: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs, target) -> TD errors [B], or losses for distributions
 
 
-class ActionReturns(Alternatives):
+class ActionReturns(Protocol):
     """The options for what a network of action values predicts of a return."""
 
     def of_actions(self, discount: float) -> ActionPrediction:
         """Returns the functions of the network's outputs."""
-        raise NotImplementedError
+        ...
 
 
-class CriticReturns(Alternatives):
+class CriticReturns(Protocol):
     """The options for what the critics of an actor predict of a return."""
 
     def of_critics(self, discount: float) -> CriticPrediction:
         """Returns the functions of the critics' outputs."""
-        raise NotImplementedError
+        ...
 
 
-@option
-class Expected(ActionReturns, CriticReturns):
+@option(of=(ActionReturns, CriticReturns))
+class Expected:
     """Predicts the expected return; with several critics, uses the lowest (arXiv 1802.09477)."""
 
     huber_delta: TunableOrNone = tunable(

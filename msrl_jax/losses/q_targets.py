@@ -3,11 +3,11 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-from msrl_jax.configs.choices import Alternatives, option
+from msrl_jax.configs.choices import option
 from msrl_jax.networks.q_network import greedy_target
 from msrl_jax.replay import NStep
 
@@ -15,7 +15,7 @@ Values = Callable[[Any, Any], jax.Array]
 """`(params, obs) -> values [B, A]` by which actions are chosen, -inf for illegal actions."""
 
 
-class QTarget(Alternatives):
+class QTarget(Protocol):
     """The options for how targets are computed."""
 
     def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
@@ -28,11 +28,11 @@ class QTarget(Alternatives):
           e: the batch.
           next_outputs: the target network's outputs for the next step. `[B, A, N]`
         """
-        raise NotImplementedError
+        ...
 
 
-@option
-class Double(QTarget):
+@option(of=QTarget)
+class Double:
     """Targets use the target network's value of the online network's greedy action (arXiv 1509.06461)."""
 
     def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
@@ -40,8 +40,8 @@ class Double(QTarget):
         return jax.vmap(greedy_target)(values(params, e.next_obs), next_outputs), e.reward
 
 
-@option
-class Greedy(QTarget):
+@option(of=QTarget)
+class Greedy:
     """Targets use the largest value of the target network."""
 
     def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:

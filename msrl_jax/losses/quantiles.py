@@ -13,8 +13,8 @@ from msrl_jax.configs.config import field
 from msrl_jax.losses.predictions import ActionPrediction, ActionReturns, Backup, CriticPrediction, CriticReturns
 
 
-@option
-class QR(ActionReturns):
+@option(of=ActionReturns)
+class QR:
     """Predicts quantiles (Dabney et al., 2017, arXiv 1710.10044), which need a higher learning rate and a slower target.
 
     For CartPole-v1, use `learning_rate=5e-4` and `tau=0.005`.
@@ -27,8 +27,8 @@ class QR(ActionReturns):
         return ActionPrediction(self.num_quantiles, lambda outputs: outputs.mean(-1), quantile_loss)
 
 
-@option
-class TQC(CriticReturns):
+@option(of=CriticReturns)
+class TQC:
     """Predicts quantiles; targets drop the largest ones (Kuznetsov et al., 2020, arXiv 2005.04269)."""
 
     num_quantiles: int = field(default=25, low=2, doc="quantiles of a critic, `N`. Usual: 25, with 5 critics.")

@@ -45,7 +45,7 @@ class ActorCritic(NamedTuple):
 
 def actor_critic(config: Any, observation_space: Space, action_space: Space) -> ActorCritic:
     """Makes the actor-critic of a config. With a core, policy and value share all but the heads, unless critics see more."""
-    if config.core == "none":
+    if config.core is None:
         return _feed_forward(config, observation_space, action_space)
     shared = config.shared_torso or not are_privileged(observation_space)
     heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)  # noqa: E731

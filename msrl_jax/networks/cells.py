@@ -1,4 +1,4 @@
-"""The recurrent layers GRU and LSTM, whose steps are sequential.
+"""The recurrent cores GRU and LSTM, whose steps are sequential.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
 the size of the recurrent state. A carry is a tuple of arrays `[..., H]`; the first is the output.
@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from msrl_jax.configs.choices import option
+from msrl_jax.configs.fields import field
 from msrl_jax.kernels.networks import matmul
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 
 Gates = tuple[jax.Array, ...]
@@ -51,17 +53,30 @@ def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
     return read * jnp.tanh(c), c
 
 
-CELLS: dict[str, Cell] = {
-    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product per step.
-    "gru": Cell((0.0, 0.0, 0.0), 1, _gru),
-    # Gers et al., 2000; the forget gate starts open (Jozefowicz et al., 2015).
-    "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
-}
+@option(of=CoreKind)
+class GRU:
+    """A gated recurrent unit, whose gates depend on the last output (Cho et al., 2014, arXiv 1406.1078)."""
+
+    size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core; the reset gate follows the recurrent matrix, as in cuDNN: one product per step."""
+        return _stepwise(Cell((0.0, 0.0, 0.0), 1, _gru), self.size)
 
 
-def stepwise(name: str, size: int) -> Core:
-    """Makes the layer "gru" or "lstm"; one matrix product handles the inputs of all steps; gates depend on the last output."""
-    cell = CELLS[name]
+@option(of=CoreKind)
+class LSTM:
+    """A long short-term memory, whose gates depend on the last output (Gers et al., 2000)."""
+
+    size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core; the forget gate starts open (Jozefowicz et al., 2015)."""
+        return _stepwise(Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm), self.size)
+
+
+def _stepwise(cell: Cell, size: int) -> Core:
+    """Makes a core whose steps are sequential; one matrix product handles the inputs of all steps."""
     num_gates = len(cell.biases)
 
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:

@@ -28,7 +28,7 @@ def centralized_actor_critic(observation_space: Space, action_space: Space, stat
     def act(params: Any, inputs: Any, carry: Any) -> tuple[Any, Any, Any]:
         policy, actor_carry = actor.step(params["actor"], inputs[0], carry[0])
         value, critic_carry = critic.step(params["critic"], inputs[1], carry[1])
-        return policy, value if config.core != "none" else (), (actor_carry, critic_carry)
+        return policy, value if config.core is not None else (), (actor_carry, critic_carry)
 
     def unroll(params: Any, inputs: Any, is_first: jax.Array, carry: Any) -> tuple[Any, Any, Any]:
         policy, actor_carry = actor.unroll(params["actor"], inputs[0], is_first, carry[0])

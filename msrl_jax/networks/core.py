@@ -1,10 +1,11 @@
-"""The interface of recurrent cores, and the core of a config."""
+"""The interface of recurrent cores, and of the options that make them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from msrl_jax.fragments.support.checks import name_of
 from msrl_jax.networks.unrolls import Carry
 
 
@@ -21,8 +22,16 @@ class Core(NamedTuple):
     num_outputs: int  # `F`
 
 
+class CoreKind(Protocol):
+    """The options for the recurrent core of networks."""
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core for inputs of a size `I`."""
+        ...
+
+
 def core_of(config: Any) -> Any:
-    """Returns the `RecurrentCore` of a config; raises ValueError if `algorithms.build` has not made it yet."""
-    if isinstance(config.core, str):
-        raise ValueError(f"core={config.core!r} is made by msrl_jax.algorithms.build(config, env)")
+    """Returns the `ResolvedCore` of a config; raises ValueError if `algorithms.build` has not made it yet."""
+    if not hasattr(config.core, "network"):
+        raise ValueError(f"core={name_of(config.core)} is made by msrl_jax.algorithms.build(config, env)")
     return config.core

@@ -1,4 +1,4 @@
-"""Recurrent cores: named, or custom: an object with `init`, `initial`, `step` and optionally `unroll`, or a Flax cell.
+"""Custom recurrent cores: an object with `init`, `initial`, `step` and optionally `unroll`, or a Flax cell.
 
     init(key, inputs [B, I]) -> params
     initial(batch_size) -> carry, a pytree of floats [B, ...] that are 0
@@ -6,11 +6,10 @@
     unroll(params, inputs [T, B, I], is_first [T, B] bool, carry) -> (outputs [T, B, F], carries after every step [T, B, ...])
 
 `unroll` must clear the carry before the first step of every episode; without it, `step` is scanned. You can pass a cell of
-`flax.linen`, such as `nn.GRUCell(64)`, directly. The `core` of a config is a name, one of these objects, or the MODULE:NAME of
-one. All numbers are parameters, as in custom modules.
+`flax.linen`, such as `nn.GRUCell(64)`, directly. The `core` of a config is an option (see `networks.core`), one of these
+objects, or the MODULE:NAME of one. All numbers are parameters, as in custom modules.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,53 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.fragments.support import checks, naming
-from msrl_jax.fragments.support.text_values import parse_spec
-from msrl_jax.networks.cells import CELLS, stepwise
+from msrl_jax.fragments.support import naming
 from msrl_jax.networks.core import Core
 from msrl_jax.networks.custom import CustomNetwork
-from msrl_jax.networks.linear_recurrence import lru, min_gru
-from msrl_jax.networks.modules import check_gradients, is_name
-from msrl_jax.networks.transformer import gtrxl
+from msrl_jax.networks.modules import check_gradients
 from msrl_jax.networks.unrolls import Carry, reset_carry
 
-_NAMED: dict[str, Any] = {cell: functools.partial(stepwise, cell) for cell in CELLS}
-_NAMED |= {"min_gru": min_gru, "lru": lru, "gtrxl": gtrxl}
 _FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
 
 
-def named_core(name: str, size: int) -> Core:
-    """Makes a recurrent core: "gru", "lstm", "min_gru", "lru", or "gtrxl", which takes parameters: `gtrxl:context=128`.
-
-    Raises:
-      ValueError: if the layer or a parameter is unknown, or if the number of attention heads does not divide the size.
-    """
-    text, (name, params) = name, parse_spec(name)
-    try:
-        return checks.find("core", _NAMED, name)(size, **params)
-    except TypeError:
-        raise ValueError(f"core={text!r} has no {', '.join(params)}; gtrxl has layers, heads and context") from None
-
-
-def core_remedy(given: Any) -> str | None:
-    """Says what to use instead of a name with an invalid size or invalid parameters; None if `given` is valid or not a name."""
-    name, colon, text = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if not colon or name not in (*_NAMED, "none") or (name == "gtrxl" and is_name(given)):
-        return None
-    size = text.removeprefix("memory_size=")
-    if name == "none" or not size.isdigit():
-        return f"core={name!r}" + ", with its size as memory_size" * (name != "none")
-    return f"core={name!r}, memory_size={size}"
-
-
 def as_core(given: Any) -> Callable[[int], Core]:
-    """Converts a custom core to the form that `recurrent_network` needs: a function from the input size to the layer.
+    """Converts a custom core to a function like the `make` of the options.
 
     Args:
       given: one of the forms above.
 
     Returns:
-      A function that raises ValueError if the layer fails; if its carry does not start as floats that are 0, or changes its
+      A function that raises ValueError if the core fails; if its carry does not start as floats that are 0, or changes its
       structure, shapes or dtypes in a step; if its outputs are not floats `[B, F]`; or if a parameter has no gradient.
 
     Raises:

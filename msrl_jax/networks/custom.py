@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Space, spaces
-from msrl_jax.networks.torso import Part, Torso
+from msrl_jax.networks.torso import NetworkPart, Torso
 
 
 class CustomNetwork(NamedTuple):
@@ -86,7 +86,7 @@ class WholeTorso(CustomTorso):
 
     is_whole = True
 
-    def of(self, part: Part) -> Torso:
+    def of(self, part: NetworkPart) -> Torso:
         """Returns the torso of a part; raises ValueError if there is no network for it."""
         if (network := getattr(self.network, part)) is None:
             raise ValueError(f"network=CustomNetworks(...) has no {part}, which this algorithm needs; give {part}=...")

@@ -29,13 +29,16 @@ class AllActions(Categorical):
 
     legal: jax.Array | None = None  # mask of legal actions, [..., N]; all if None
 
-    def sample_for_mean(self, key: jax.Array) -> tuple[None, jax.Array, Callable[[jax.Array], jax.Array]]:
-        """Returns None, for all actions; their log-probabilities `[..., N]`, 0 for illegal ones; and the mean over actions."""
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[None, jax.Array]:
+        """Returns None, which stands for all actions, and their log-probabilities `[..., N]`, 0 for illegal ones."""
         log_probs = jax.nn.log_softmax(self.logits)
-        probs = jnp.exp(log_probs)
         if self.legal is not None:
             log_probs = jnp.where(self.legal, log_probs, 0.0)  # an action of probability 0 adds nothing
-        return None, log_probs, lambda x: jnp.sum(probs * x, axis=-1)
+        return None, log_probs
+
+    def expectation(self, x: jax.Array) -> jax.Array:
+        """Computes the mean over actions of `x` `[..., N]`. `[...]`."""
+        return jnp.sum(jnp.exp(jax.nn.log_softmax(self.logits)) * x, axis=-1)
 
     def usual_target_entropy(self) -> float | jax.Array:
         """Returns the target of SAC's entropy: half the logarithm of the number of legal actions. `[...]` or `[]`."""

@@ -85,6 +85,7 @@ class Normal:
 Distribution: TypeAlias = Categorical | Normal
 """The distributions that `policy_heads.policy_of` makes."""
 
+
 def choose(policy: Distribution, key: jax.Array | None, batch_dims: int = 1) -> jax.Array:
     """Chooses actions for a batch `[E]`, or `[E, A]` for agents: sampled with one key; the most probable if it is None."""
     return policy.mode() if key is None else policy.sample(jax.random.split(key, jax.tree.leaves(policy)[0].shape[:batch_dims]))

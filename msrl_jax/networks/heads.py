@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Space
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import Part, Seen, Torso, make_torsos
+from msrl_jax.networks.torso import NetworkPart, Seen, Torso, make_torsos
 
 if TYPE_CHECKING:
     from msrl_jax.configs.protocols import NetworkFields
@@ -34,7 +34,7 @@ class _Linear(nn.Module):
         return self.torso.head(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(part: Part, seen: Seen, config: "NetworkFields", *, num_outputs: int, scale: float) -> Network:
+def linear_network(part: NetworkPart, seen: Seen, config: "NetworkFields", *, num_outputs: int, scale: float) -> Network:
     """Makes a torso and a linear layer with weights of the given scale: `(params, obs [, action]) -> [..., num_outputs]`."""
     return linear_head(make_torsos(seen, config).of(part).clone(), num_outputs, scale)
 

@@ -1,4 +1,4 @@
-"""Recurrences that are linear in their state, so that their steps can run in parallel; and layers that use them.
+"""Recurrences that are linear in their state, so that their steps can run in parallel; and cores that use them.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input and `H`
 the size of the recurrent state.
@@ -13,18 +13,29 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from msrl_jax.configs.choices import option
+from msrl_jax.configs.fields import field
 from msrl_jax.kernels.networks import matmul
 from msrl_jax.networks.cells import Gates, per_gate
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
 
 LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
 
 
-def min_gru(size: int) -> Core:
-    """Makes a GRU whose gates depend only on inputs, a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
+@option(of=CoreKind)
+class MinGRU:
+    """A GRU whose gates depend only on inputs, a linear recurrence (Feng et al., 2024, arXiv 2410.01201)."""
 
+    size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core."""
+        return _min_gru(self.size)
+
+
+def _min_gru(size: int) -> Core:
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         # Initialize units with evenly spaced memory lengths (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
         # open, PPO needed three to five times more steps to learn a chain of 15.
@@ -53,13 +64,22 @@ def min_gru(size: int) -> Core:
     return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),), step, unroll, size)
 
 
-def lru(size: int) -> Core:
-    """Makes a linear recurrence of complex numbers, each with its own rotation and decay (LRU; arXiv 2303.06349).
+@option(of=CoreKind)
+class LRU:
+    """A linear recurrence of complex numbers, each with its own rotation and decay (arXiv 2303.06349).
 
     As in the paper, a gated unit with a skip connection computes the outputs. Initially, a unit decays by 0.1% to 10% per step
     and rotates by at most 18 degrees.
     """
 
+    size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core."""
+        return _lru(self.size)
+
+
+def _lru(size: int) -> Core:
     def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
         radius_key, phase_key, *keys = jax.random.split(key, 6)
         lecun = nn.initializers.lecun_normal(dtype=jnp.float32)
@@ -98,7 +118,7 @@ def lru(size: int) -> Core:
     return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),) * 2, step, unroll, size)
 
 
-Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+ScanFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`."""
 
 
@@ -131,7 +151,7 @@ def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+def recurrence(scan: ScanFunction, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
     """Computes the recurrence with a scan; its gradient is a recurrence with the same scan."""
     return scan(decay, inputs, start)
 

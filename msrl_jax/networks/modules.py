@@ -33,11 +33,6 @@ _NAMED = "a module, a pair, or a function or class that makes one"
 _NO_STATE = "a module has parameters only: no random numbers, as of dropout, and no state, as of batch statistics"
 
 
-def is_name(network: Any) -> bool:
-    """Whether a network or a core is a built-in name, optionally followed by parameters."""
-    return isinstance(network, str) and (":" not in network or "=" in network)
-
-
 def as_network(given: Any) -> CustomNetwork | CustomNetworks:
     """Converts a module to a pair of functions, which raise clear errors when they are first traced.
 

@@ -49,9 +49,9 @@ class TanhNormal:
         unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
-    def sample_for_mean(self, key: jax.Array) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
-        """Draws as `sample_and_log_prob`; also returns the function that averages over drawn actions: over one, as here."""
-        return *self.sample_and_log_prob(key), lambda x: x
+    def expectation(self, x: jax.Array) -> jax.Array:
+        """Estimates the mean over actions of what depends on them by its value for the one drawn. `[...]`."""
+        return x
 
     def usual_target_entropy(self) -> float:
         """Returns the target of SAC's entropy: minus the length of an action."""

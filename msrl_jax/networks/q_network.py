@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from msrl_jax.configs.exploration import Exploration
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import Counter, at_least
@@ -77,7 +78,7 @@ def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
 
 
 def epsilon_greedy(
-    exploration: Any,  # an `Annealed` or a `PerEnv`
+    exploration: Exploration,
     greedy: jax.Array,
     keys: jax.Array,
     steps: Counter,

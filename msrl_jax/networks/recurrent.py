@@ -4,7 +4,6 @@ In the shape descriptions, `T` denotes the length of an unroll, `E` the number o
 state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; without a core it is `()`. An episode starts with zeros.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
-from msrl_jax.networks.core import Core, core_of
+from msrl_jax.networks.core import Core
 from msrl_jax.networks.torso import AsymmetricTorso, Torso, make_torsos
 from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
@@ -34,67 +33,51 @@ class RecurrentNetwork(NamedTuple):
     value: Callable[[Any, Any], Any] = lambda params, value: value
 
 
-@dataclasses.dataclass(frozen=True)
-class RecurrentCore:
-    """The core of a config, in the form that `build` needs."""
-
-    make: Callable[[int], Core]  # input size -> the recurrent layer
-
-    def __call__(self, input_size: int) -> Core:
-        """Makes the recurrent layer."""
-        return self.make(input_size)
-
-    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
-        """Makes a network of a torso, the recurrent layer and heads.
-
-        A critic with a privileged state also sees the outputs of the recurrent layer: without the actor's recurrent state, its
-        values would be wrong (Baisero & Amato, 2022, arXiv 2105.11674).
-        """
-        torsos = make_torsos(observation_space, config)
-        torso = torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos
-        if torso.is_whole:
-            raise ValueError("network=CustomNetworks(...) has no place for a core; give a module of features")
-        core = self(torso.num_features)
-        space = Box(-np.inf, np.inf, (core.num_outputs,))
-        head_torso: Any = Torso(space, (), config.activation)
-        if isinstance(torsos, AsymmetricTorso):
-            head_torso = AsymmetricTorso(head_torso, torsos.critic.clone(input_part="both"))
-        heads = make_heads(head_torso)
-
-        def init(key: jax.Array) -> dict[str, Any]:
-            torso_key, core_key, heads_key = jax.random.split(key, 3)
-            example = zeros(observation_space)
-            return {
-                "torso": torso.init(torso_key, example),
-                "core": core.init(core_key, torso.num_features),
-                "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, core.num_outputs), jnp.float32))),
-            }
-
-        def features(params: Any, obs: jax.Array) -> jax.Array:
-            return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
-
-        def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-            outputs, carry = core.step(params["core"], features(params, obs), carry)
-            return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carry
-
-        def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-            # A convolution takes one batch dimension; in the order [E * T] it stays split over devices like the environments.
-            inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
-            outputs, carries = core.unroll(params["core"], inputs, is_first, carry)
-            return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carries
-
-        def value(params: Any, features: Any) -> Any:
-            return heads.value(params["heads"], features) if isinstance(features, PrivilegedObservation) else features
-
-        return RecurrentNetwork(init, core.initial_carry, step, unroll, value)
-
-
 def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer and heads; with `core="none"`, carries are empty."""
-    if config.core != "none":
-        return core_of(config).network(observation_space, make_heads, config)
+    """Makes a network of a torso, the recurrent core and heads; without a core, carries are empty.
+
+    A critic with a privileged state also sees the outputs of the core: without the actor's recurrent state, its values would be
+    wrong (Baisero & Amato, 2022, arXiv 2105.11674).
+    """
     torsos = make_torsos(observation_space, config)
-    return _feed_forward(observation_space, make_heads(torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos))
+    torso = torsos.actor if isinstance(torsos, AsymmetricTorso) else torsos
+    if config.core is None:
+        return _feed_forward(observation_space, make_heads(torso))
+    if torso.is_whole:
+        raise ValueError("network=CustomNetworks(...) has no place for a core; give a module of features")
+    core: Core = config.core.make(torso.num_features)
+    space = Box(-np.inf, np.inf, (core.num_outputs,))
+    head_torso: Any = Torso(space, (), config.activation)
+    if isinstance(torsos, AsymmetricTorso):
+        head_torso = AsymmetricTorso(head_torso, torsos.critic.clone(input_part="both"))
+    heads = make_heads(head_torso)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        torso_key, core_key, heads_key = jax.random.split(key, 3)
+        example = zeros(observation_space)
+        return {
+            "torso": torso.init(torso_key, example),
+            "core": core.init(core_key, torso.num_features),
+            "heads": heads.init(heads_key, with_privileged_of(example, jnp.zeros((1, core.num_outputs), jnp.float32))),
+        }
+
+    def features(params: Any, obs: jax.Array) -> jax.Array:
+        return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
+
+    def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
+        outputs, carry = core.step(params["core"], features(params, obs), carry)
+        return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carry
+
+    def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
+        # A convolution takes one batch dimension; in the order [E * T] it stays split over devices like the environments.
+        inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.is_batched else features(params, obs)
+        outputs, carries = core.unroll(params["core"], inputs, is_first, carry)
+        return heads.apply(params["heads"], with_privileged_of(obs, outputs)), carries
+
+    def value(params: Any, features: Any) -> Any:
+        return heads.value(params["heads"], features) if isinstance(features, PrivilegedObservation) else features
+
+    return RecurrentNetwork(init, core.initial_carry, step, unroll, value)
 
 
 def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:

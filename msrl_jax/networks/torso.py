@@ -16,7 +16,7 @@ from msrl_jax.networks.layers import ACTIVATIONS, Activate, dense, hidden
 if TYPE_CHECKING:
     from msrl_jax.configs.protocols import NetworkFields
 
-Part = Literal["actor", "critic", "value"]
+NetworkPart = Literal["actor", "critic", "value"]
 Encoder = Callable[[Space, Any, Activate], jax.Array]
 """Maps observations `[..., *observation_shape]` of a space to features `[..., F]`, with layers of the calling module."""
 
@@ -43,7 +43,7 @@ class Torso(nn.Module):
     is_whole = False
     """Whether its outputs are those of a head already."""
 
-    def of(self, part: Part) -> "Torso":
+    def of(self, part: NetworkPart) -> "Torso":
         """Returns the torso of a part: this one, if it is the same for all."""
         return self
 
@@ -98,7 +98,7 @@ class AsymmetricTorso(NamedTuple):
     actor: Torso
     critic: Torso
 
-    def of(self, part: Part) -> Torso:
+    def of(self, part: NetworkPart) -> Torso:
         """Returns the torso of a part."""
         return (self.actor if part == "actor" else self.critic).of(part)
 

@@ -12,24 +12,36 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from msrl_jax.configs.choices import option
+from msrl_jax.configs.fields import field
 from msrl_jax.kernels.networks import matmul
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, CoreKind
 from msrl_jax.networks.unrolls import Carry
 
 
-def gtrxl(size: int, *, layers: int = 2, heads: int = 4, context: int = 64) -> Core:
-    """Makes the layers, whose gates start almost closed; each sees the previous `context` steps of the same episode.
+@option(of=CoreKind)
+class GTrXL:
+    """Attention to the last steps of the same episode; its gates start almost closed (arXiv 1910.06764)."""
 
-    Raises:
-      ValueError: if a number is not a positive integer, or if `heads` does not divide `size`.
-    """
-    for name, number in {"layers": layers, "heads": heads, "context": context}.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"core='gtrxl:{name}={number}': use an integer of at least 1")
-    if size % heads or size % 2:
-        fits = 2 * heads * max(1, size // (2 * heads))
-        raise ValueError(f"memory_size={size} must be an even multiple of the {heads} heads of core='gtrxl'; use {fits}")
+    option = "gtrxl"
 
+    size: int = field(default=64, doc="size of the state, in gtrxl an even multiple of `heads`. Usual: 64 to 512.")
+    layers: int = field(default=2, doc="layers of attention. Usual: 1 to 12.")
+    heads: int = field(default=4, doc="attention heads per layer. Usual: 4 to 8.")
+    context: int = field(default=64, doc="previous steps that a layer sees. Usual: 16 to 512.")
+
+    def check(self) -> None:
+        """Raises ValueError unless `size` is an even multiple of `heads`."""
+        if self.size % self.heads or self.size % 2:
+            fits = 2 * self.heads * max(1, self.size // (2 * self.heads))
+            raise ValueError(f"GTrXL.size={self.size} is not an even multiple of heads={self.heads}; use {fits}")
+
+    def make(self, input_size: int) -> Core:
+        """Makes the core."""
+        return _gtrxl(self.size, self.layers, self.heads, self.context)
+
+
+def _gtrxl(size: int, layers: int, heads: int, context: int) -> Core:
     def init(key: jax.Array, input_size: int) -> dict[str, Any]:
         input_key, *keys = jax.random.split(key, 1 + layers)
         return {

@@ -5,10 +5,10 @@ from typing import Any
 
 from msrl_jax.cli.command import Output, command
 from msrl_jax.cli.commands import DIVERGED
-from msrl_jax.cli.options import Part
+from msrl_jax.cli.options import OptionGroup
 
 
-@command(Part("msrl_jax.nonfinite.failure:replay_step", only=("path", "trust")))
+@command(OptionGroup("msrl_jax.nonfinite.failure:replay_step", only=("path", "trust")))
 def replay(asked: dict[str, Any]) -> Output:
     """Repeat the first step of a run with a non-finite value, outside jax.jit, and report its origin."""
     from msrl_jax.nonfinite.failure import replay_step

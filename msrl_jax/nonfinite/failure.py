@@ -101,7 +101,7 @@ def _agent(env: Any, path: str, number: int) -> str | None:
     return env.agents[members[number]]
 
 
-def save(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
+def save_failure(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
     """Writes a failure for `replay_step`."""
     origin = failure.origin
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.graph.build import build_graph
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.state_layout import Delayed
-from msrl_jax.nonfinite.failure import FILE, Failure, save
+from msrl_jax.nonfinite.failure import FILE, Failure, save_failure
 from msrl_jax.nonfinite.origin import Origin, find_origin
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.loop.guard import Finding, Guard
@@ -21,7 +21,7 @@ from msrl_jax.run.loop.watch import Watch, non_finite
 LOCATE_SECONDS = 300.0  # approximate maximum time to repeat iterations to find the first non-finite value
 
 
-def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
+def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
     """Finds the origin of the first non-finite value of a run, and writes the file for `replay_step`."""
     found = _failure(run, guard)
     if isinstance(found, str):
@@ -31,7 +31,7 @@ def explain(run: Run, finding: Finding, guard: Guard) -> Finding:
         return finding
     try:
         folder = Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path
-        saved = save(folder / FILE, found, run.description, run.experiment.recorded_steps)
+        saved = save_failure(folder / FILE, found, run.description, run.experiment.recorded_steps)
     except OSError as error:
         return dataclasses.replace(finding, note=f"The step could not be written: {error}")
     return dataclasses.replace(finding, replay=saved)
@@ -107,7 +107,7 @@ def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
     """The origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
-    graph = build(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
+    graph = build_graph(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])
     if program.layout.staleness:
         delay(graph, program.layout.staleness, program.layout)
     region, device = graph.region, program.devices[0]

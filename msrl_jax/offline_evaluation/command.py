@@ -5,10 +5,10 @@ from typing import Any
 
 from msrl_jax.cli.command import Output, command
 from msrl_jax.cli.commands import about_agent, run_of
-from msrl_jax.cli.options import Part
+from msrl_jax.cli.options import OptionGroup
 
 
-@command(run_of, Part("msrl_jax.offline_evaluation.fitted_q:estimate_return", only=("seed", "member")))
+@command(run_of, OptionGroup("msrl_jax.offline_evaluation.fitted_q:estimate_return", only=("seed", "member")))
 def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount: float = 0.99) -> Output:
     """Estimate the discounted return of a trained agent from a data set, by fitted Q evaluation, without running episodes.
 

@@ -83,7 +83,7 @@ class OffPolicyEstimate:
         return f"discounted return {self.value:.4g} ({low:.4g} to {high:.4g}), {how}"
 
 
-class Rows(NamedTuple):
+class LoggedTransitions(NamedTuple):
     """The data, with the policy's actions."""
 
     obs: Any
@@ -103,7 +103,7 @@ class Fits(NamedTuple):
     keys: jax.Array  # [K]
     order: Any  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
     counts: Any  # the number of rows without padding. int32 [K]
-    rows: Rows  # [N, ...]
+    rows: LoggedTransitions  # [N, ...]
 
 
 @entry
@@ -190,7 +190,9 @@ def fitted_q(
     first_actions = policy_actions(env.action_space, _acted(act, firsts))
     scale = float(np.abs(returns_to_go(dataset, settings.discount)).max()) or 1.0
     discount = settings.discount * (1 - dataset.terminated.astype(np.float32))
-    rows = Rows(obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, chosen)
+    rows = LoggedTransitions(
+        obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, chosen
+    )
     drawn = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
     order, counts = _rows_of(episodes, drawn)
 
@@ -209,7 +211,7 @@ def fitted_q(
     def fit(params, target_params, opt_state, rows, drawn):
         def update(carry, chosen):
             params, target_params, opt_state = carry
-            batch: Rows = jax.tree.map(lambda x: x[chosen], rows)
+            batch: LoggedTransitions = jax.tree.map(lambda x: x[chosen], rows)
             target = batch.reward + batch.discount * critics.apply(target_params, batch.next_obs, batch.next_action)[0]
 
             def loss(params):

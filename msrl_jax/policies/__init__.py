@@ -1,10 +1,10 @@
 """Distribution policies: where each role of a training loop runs."""
 
-from msrl_jax.policies.base import Codec as Codec
-from msrl_jax.policies.base import DistributionPolicy as DistributionPolicy
-from msrl_jax.policies.base import Edge as Edge
-from msrl_jax.policies.base import Layout as Layout
-from msrl_jax.policies.base import Placement as Placement
+from msrl_jax.fragments.codecs import Codec as Codec
+from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
+from msrl_jax.fragments.placement import Edge as Edge
+from msrl_jax.fragments.placement import Layout as Layout
+from msrl_jax.fragments.placement import Placement as Placement
 from msrl_jax.policies.standard import POLICIES as POLICIES
 from msrl_jax.policies.standard import Central as Central
 from msrl_jax.policies.standard import Environments as Environments

@@ -5,19 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from msrl_jax.fragments.placement import check_staleness
+from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Placement, check_staleness
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.text_values import parse_spec
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import (
+from msrl_jax.policies.helpers import (
     ACTING,
     BUFFERING,
     CodecChoice,
-    Device,
-    DistributionPolicy,
-    Layout,
-    Placement,
     axes_to_split,
     check_codecs,
     divide_devices,

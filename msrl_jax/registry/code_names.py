@@ -11,7 +11,7 @@ from msrl_jax.configs.fields import is_option
 from msrl_jax.fragments.support.naming import is_path
 from msrl_jax.fragments.support.text_values import Call, read_call, split_specs
 from msrl_jax.registry import files
-from msrl_jax.registry.team_text import named_by
+from msrl_jax.registry.team_text import read_algorithm, split_team
 
 
 def is_custom_algorithm(algorithm: str) -> bool:
@@ -51,7 +51,7 @@ def _arguments(call: Call) -> Iterator[Any]:
 def _names_code(field: str, text: str) -> bool:
     if field == "teams":
         with contextlib.suppress(ValueError):  # an invalid text names no code
-            algorithm, fields = named_by(text)
+            algorithm, fields, _ = read_algorithm(*split_team(text))
             return is_custom_algorithm(algorithm) or bool(code_of(fields))
         return False
     if field == "data" or not is_path(text):  # data sets hold no code

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from msrl_jax import envs
+from msrl_jax.configs.config import DECLARED
 from msrl_jax.configs.names import all_fields
 from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs.base import check_made, env_name
@@ -98,8 +99,8 @@ def as_config(algorithm: Any) -> Any:
 
 def _having(name: str, config: Any) -> str:
     """Lists the algorithms for the same actions that have a field, for a message about one that has not."""
-    alike = [c for c in ALGORITHMS.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
-    having = sorted(c.name for c in alike if name in all_fields(c))  # type: ignore[attr-defined]
+    similar = [c for c in DECLARED.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
+    having = sorted(c.name for c in similar if name in all_fields(c))  # type: ignore[attr-defined]
     return f"; {', '.join(having)} have it" if having and config.actions else ""
 
 

@@ -18,11 +18,13 @@ import optax
 
 from msrl_jax.agents import schedules
 from msrl_jax.agents.agent import Agent
-from msrl_jax.agents.optimizers import NAMED, Named
+from msrl_jax.agents.optimizers import NAMED, OptimizerSpec
 from msrl_jax.agents.transformations import scheduled
 from msrl_jax.configs.checking import check_unused
+from msrl_jax.configs.classes import check_together
 from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.fields import is_option
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.configs.replacing import with_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
@@ -30,9 +32,9 @@ from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.loops.recurrence import ReplayedCore
-from msrl_jax.networks.cores import as_core, core_remedy, named_core
-from msrl_jax.networks.modules import as_network, is_name
+from msrl_jax.loops.recurrence import ResolvedCore
+from msrl_jax.networks.cores import as_core
+from msrl_jax.networks.modules import as_network
 from msrl_jax.registry.table import ALGORITHMS
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
@@ -65,10 +67,10 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
 def objects(config: Any) -> Any:
     """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
     own: dict[str, Any] = {}
-    if not is_name(network := getattr(config, "network", "auto")):
+    if not isinstance(network := getattr(config, "network", "auto"), str) or ":" in network:
         own["network"] = as_network(network)
-    if (core := getattr(config, "core", "none")) != "none":
-        own["core"] = ReplayedCore((lambda _: named_core(core, config.memory_size)) if is_name(core) else as_core(core))
+    if (core := getattr(config, "core", None)) is not None:
+        own["core"] = ResolvedCore(core.make if is_option(core) else as_core(core))
     if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
         own["optimizer"] = _own_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
@@ -81,14 +83,12 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
     return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
-def check(config: Any) -> dict[str, schedules.Schedule]:
+def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
     """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
     for name, f in all_fields(config).items():
         value, tunable = value_of(config, name), f.metadata.get("tunable")
         if name == "optimizer" and _has_optimizer(config):
             remedy = _optimizer_remedy(value)
-        elif name == "core" and not tunable:
-            remedy = core_remedy(value)
         elif tunable and schedules.is_adaptive(value):
             remedy = schedules.kl_remedy(value) if f.metadata.get("adaptive") else _ONLY_RATES.format(", ".join(_adaptive()))
         elif tunable and is_deferred(value):
@@ -101,10 +101,9 @@ def check(config: Any) -> dict[str, schedules.Schedule]:
     found = schedules.check(config)
     usual = {name: f.default for name, f in all_fields(config).items() if name in found}
     for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
-        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.Ramp)}
+        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.RampSchedule)}
         for part in with_options(with_traced(config, usual | ramps)):
-            if hasattr(part, "check"):
-                part.check()
+            check_together(part)
     return found
 
 
@@ -116,9 +115,7 @@ def check_fits(config: Any) -> None:
     if is_deferred(rate := getattr(config, "learning_rate", None)):
         check_unused(config, ("anneal_learning_rate",), f"on learning_rate={checks.name_of(rate)}, which is not a number")
     if (core := getattr(config, "core", None)) is not None:
-        because = f"with core={checks.name_of(core)}"
-        check_unused(config, ("memory_size",) if core == "none" or not is_name(core) else (), because)
-        check_unused(config, ("shared_torso",) if core != "none" else (), because)
+        check_unused(config, ("shared_torso",), f"with core={checks.name_of(core)}")
     if not getattr(config, "share_parameters", True):
         check_unused(config, ("agent_ids",), "with share_parameters=False")
 
@@ -192,9 +189,9 @@ def _is_optimizer(value: Any) -> bool:
     return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
 
 
-def _named_optimizer(text: str) -> Named:
+def _named_optimizer(text: str) -> OptimizerSpec:
     name, _, parameters = text.partition(":")
-    return Named(name, tuple(read_values(parameters, wrong=parameters).items()))
+    return OptimizerSpec(name, tuple(read_values(parameters, wrong=parameters).items()))
 
 
 def _own_optimizer(given: Any) -> optax.GradientTransformation:

@@ -13,10 +13,10 @@ import jax
 from msrl_jax.fragments.measure import dispatch_time
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.cpu_lowering import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
-from msrl_jax.policies.base import spec
+from msrl_jax.policies.helpers import spec
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.evaluation.history import first_non_finite
 from msrl_jax.run.experiment.spec import Experiment
@@ -129,7 +129,7 @@ def plain_program(experiment: Experiment, program: Program, iterations: int) -> 
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
     state = program.unwrap(experiment.start(program))
     # Use the same random generator, so that the difference is the cost of fragments.
-    return lower(scan, state)(), state
+    return lower_jitted(scan, state)(), state
 
 
 def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:

@@ -60,7 +60,7 @@ def figure_of(panels: int) -> tuple[Any, Any]:
     return figure, figure.subplots(panels, squeeze=False)[:, 0]
 
 
-def draw(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
+def draw_curve(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
     """Draws a curve and its interval in the colour of its number; a single point is a dot."""
     panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=4 * (len(steps) == 1))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax.envs.suites import catalog
-from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled, svg_of
+from msrl_jax.report.curves import draw_curve, figure_of, finished, mean_curve, styled, svg_of
 from msrl_jax.report.statistics import Estimate, estimate, fewest, mean, probability_of_improvement
 from msrl_jax.run import recipes
 from msrl_jax.run.disk.folder import write_text
@@ -48,7 +48,7 @@ class Files(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ResultRow:
     """A recipe with its record, and returns that others have published at equal or unknown steps."""
 
     recipe: Recipe
@@ -99,7 +99,7 @@ class Row:
         ]
 
 
-def rows(records: Path | None = None) -> list[Row]:
+def rows(records: Path | None = None) -> list[ResultRow]:
     """Returns all recipes with a record in a folder of records; None is the folder of the clone.
 
     Raises:
@@ -113,12 +113,12 @@ def rows(records: Path | None = None) -> list[Row]:
     found = []
     for recipe in map(recipes.find, recipes.names()):
         if (record := recipes.record_of(recipe, place)) is not None:
-            row = Row(recipe, record, ())
+            row = ResultRow(recipe, record, ())
             found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
     return found
 
 
-def _beside(mine: Row, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _beside(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields published results for a recipe: at equal or unknown steps, or with a higher return at fewer steps."""
     steps = int(mine.recipe.values["total_steps"])
     same = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
@@ -203,8 +203,8 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and path.read_bytes().rstrip().endswith(_MARK.encode())
 
 
-def _grouped(found: Iterable[Row], key: Callable[[Row], str]) -> list[tuple[str, list[Row]]]:
-    groups: dict[str, list[Row]] = {}
+def _grouped(found: Iterable[ResultRow], key: Callable[[ResultRow], str]) -> list[tuple[str, list[ResultRow]]]:
+    groups: dict[str, list[ResultRow]] = {}
     for row in found:
         groups.setdefault(key(row), []).append(row)
     return sorted(groups.items())
@@ -233,7 +233,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def index(found: Sequence[Row], *, alone: bool = False) -> str:
+def index(found: Sequence[ResultRow], *, alone: bool = False) -> str:
     """Makes the page of all recipes.
 
     Args:
@@ -265,7 +265,7 @@ def index(found: Sequence[Row], *, alone: bool = False) -> str:
     return "\n".join(parts)
 
 
-def _algorithm(algo: str, found: Sequence[Row]) -> str:
+def _algorithm(algo: str, found: Sequence[ResultRow]) -> str:
     parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(row.cells() for row in found)]
     for row in found:
         record, name = row.record, row.recipe.name
@@ -289,14 +289,14 @@ def _enough(record: Record) -> str:
     return f" --seeds {count}" if count and count > len(record.seeds) else ""
 
 
-def _suite(suite: str, found: Sequence[Row]) -> str:
+def _suite(suite: str, found: Sequence[ResultRow]) -> str:
     parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
     for env, own in _grouped(found, lambda row: row.env):
         parts += ["", f"## {env}", "", f"![{env}]({own[0].files.curves})", _table(row.cells() for row in own)]
     return "\n".join([*parts, *_improvements(found), ""])
 
 
-def _improvements(found: Sequence[Row]) -> list[str]:
+def _improvements(found: Sequence[ResultRow]) -> list[str]:
     """Makes a table of every pair of variants with common environments at equal steps; empty if there are none."""
     scores = {variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
               for variant, own in _grouped(found, lambda row: row.variant)}  # fmt: skip
@@ -332,12 +332,12 @@ def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     return mean_curve(record.steps, returns)
 
 
-def _figure(curves: Sequence[tuple[str, Row]], about: Row) -> str:
+def _figure(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
     """Makes a figure as SVG with the checksums of its records; the same records give the same text."""
     with styled():
         figure, (panel,) = figure_of(1)
         for number, (label, row) in enumerate(curves):
-            draw(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
+            draw_curve(panel, f"{label} ({len(row.record.seeds)} seeds)", number, *curve(row.record))
         for row in about.published if len(curves) == 1 else ():
             panel.axhline(row["value"], color="0.5", ls=":", lw=1, label=f"{row['source']} ({row.get('about', row['score'])})")
         panel.set(title=about.env, xlabel="environment steps", ylabel=about.record.score)

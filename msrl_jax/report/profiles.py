@@ -31,7 +31,7 @@ OF_RUN = "profile.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class FragmentTime:
     """The time of a fragment in a phase, per iteration; the fragment is empty for time without one, such as idle time."""
 
     phase: str  # one of PHASES
@@ -58,7 +58,7 @@ class Profile:
     title: str
     policy: str
     seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[FragmentTime, ...]
     iterations: int
     overhead: float
     error: float
@@ -107,7 +107,7 @@ class Profile:
         """Makes a profile from the output of `to_dict`."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("parts", "events")]
         fields: dict[str, Any] = {name: data[name] for name in names}
-        made = cls(parts=tuple(Part(**part) for part in data["parts"]), **fields)
+        made = cls(parts=tuple(FragmentTime(**part) for part in data["parts"]), **fields)
         numbers = [made.seconds, made.overhead, made.error]
         numbers += [x for part in made.parts for x in (part.seconds, part.operations)]
         phases = {part.phase for part in made.parts}

@@ -14,17 +14,17 @@ import jax
 
 from msrl_jax import policies
 from msrl_jax.fragments.measure import named_in_traces
-from msrl_jax.fragments.passes.instructions import Run
+from msrl_jax.fragments.passes.instructions import RunProgram
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import fragment_plans
 from msrl_jax.fragments.plan.hlo import COLLECTIVES, Operation, module_of, operations
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec
-from msrl_jax.report.profiles import PHASES, Part, Profile
+from msrl_jax.policies.helpers import spec
+from msrl_jax.report.profiles import PHASES, FragmentTime, Profile
 from msrl_jax.report.provenance import place_of
-from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record, without_overhead
+from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record_spans, without_overhead
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.prepare import make_experiment
@@ -143,7 +143,9 @@ def profile_program(
         title=title,
         policy=policy or str(program.layout.policy),
         seconds=statistics.median(plain for plain, _ in pairs) / count,
-        parts=tuple(Part(*key, times[key] / count, numbers[key] / count) for key in order if times[key] > 0 or numbers[key]),
+        parts=tuple(
+            FragmentTime(*key, times[key] / count, numbers[key] / count) for key in order if times[key] > 0 or numbers[key]
+        ),
         iterations=count,
         overhead=overhead / plain,
         error=(traced.seconds - overhead) / plain - 1,
@@ -178,7 +180,7 @@ class _Runner:
 
     def traced(self, count: int) -> _Traced:
         """Runs the iterations with a trace."""
-        spans, number = record(lambda: self._run(count))
+        spans, number = record_spans(lambda: self._run(count))
         return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
 
 
@@ -202,8 +204,8 @@ class _Whose:
         for i, compiled in program.programs(_ITERATIONS):
             module = module_of(compiled)
             name, found = module.name, operations(module, self._phases)
-            inside = i.fragments if isinstance(i, Run) and not program.is_fused else ()
-            if not isinstance(i, Run):
+            inside = i.fragments if isinstance(i, RunProgram) and not program.is_fused else ()
+            if not isinstance(i, RunProgram):
                 found = {op: operation._replace(kind="transfer") for op, operation in found.items()}
             self._operations.setdefault(name, {}).update(found)
             self._alone[name] = inside[0] if len(inside) == 1 else None

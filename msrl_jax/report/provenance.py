@@ -39,7 +39,7 @@ def commit() -> str:
         return ""
 
 
-def sources() -> str:
+def source_checksum() -> str:
     """Returns a checksum of the code of this package."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -50,7 +50,7 @@ def sources() -> str:
 def origin(env: str) -> dict[str, Any]:
     """Returns the provenance of a run that trains in an environment now, as plain data."""
     return {
-        "versions": versions(*packages_of(env)), "commit": commit(), "sources": sources(), "processor": processor(),
+        "versions": versions(*packages_of(env)), "commit": commit(), "sources": source_checksum(), "processor": processor(),
         "cores": processors(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
 

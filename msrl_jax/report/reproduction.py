@@ -21,13 +21,13 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.best_agents import BestAgents
-from msrl_jax.report.provenance import origin_of, sources
+from msrl_jax.report.provenance import origin_of, source_checksum
 from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estimate, mean
 from msrl_jax.run import recipes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk.store import check_saved
 from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.loop.callbacks import Progress
+from msrl_jax.run.loop.callbacks import ProgressDisplay
 from msrl_jax.run.loop.hooks import seconds as read_seconds
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.recipes import Recipe, Record, RecordError
@@ -169,7 +169,7 @@ def reproduce(
     policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     time_limit: float | str | None = None,
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
 ) -> Reproduction:
     """Trains a recipe on several seeds, scores it, and tests whether the scores agree with the recorded ones.
 
@@ -245,7 +245,7 @@ def reproduce(
     record = _record(found, results, agents, origins)
     if there is None or len(record.seeds) >= len(there.seeds):  # never replace a record by one with fewer seeds
         record.write(target)
-    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {sources()})
+    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {source_checksum()})
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:

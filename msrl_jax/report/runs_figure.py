@@ -9,7 +9,7 @@ import numpy as np
 
 from msrl_jax._files import as_path
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.report.curves import draw, figure_of, finished, mean_curve, styled
+from msrl_jax.report.curves import draw_curve, figure_of, finished, mean_curve, styled
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.history import in_words
@@ -51,7 +51,7 @@ def plot_runs(
         raise ValueError(f"x={x!r}: use {' or '.join(map(repr, _X))}")
     if path is not None:
         check_target("figure", as_path("path", path), (".pdf", ".svg", ".png"))
-    found = named(runs)
+    found = runs_by_name(runs)
     shown = shown_of(found, metrics)
     if not shown:
         raise ValueError("these runs have no returns yet; choose columns of their histories with metrics=[...]")
@@ -73,7 +73,7 @@ def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
     return list(metrics) or usual(found.values())
 
 
-def named(runs: Any) -> dict[str, Outcome]:
+def runs_by_name(runs: Any) -> dict[str, Outcome]:
     """Returns the runs by name: the mapping's key, the folder's name (its path if ambiguous), or what was trained."""
     names = list(map(str, runs)) if isinstance(runs, Mapping) else []
     given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
@@ -82,8 +82,8 @@ def named(runs: Any) -> dict[str, Outcome]:
         raise ValueError("no run was given; give a result or the folder of a run")
     if not names:
         folders = [run.folder for run in results if run.folder is not None]
-        alike = len({folder.name for folder in folders}) < len(folders)
-        names = [what(run) if run.folder is None else str(run.folder) if alike else run.folder.name for run in results]
+        repeated = len({folder.name for folder in folders}) < len(folders)
+        names = [what(run) if run.folder is None else str(run.folder) if repeated else run.folder.name for run in results]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two runs are named {twice[0]!r}; name each once, or give a mapping with a name for each")
     return dict(zip(names, results, strict=True))
@@ -130,7 +130,7 @@ def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "st
                 if (points := _points(group, metric, _X[x])) is not None:
                     of_members = any(np.ndim(run.history.get(metric, 0)) > 1 or run.members == 1 for run, _ in group.parts)
                     words = [group.names, group.label * of_members, "lowest to highest" * (group.mixed and of_members)]
-                    draw(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
+                    draw_curve(panel, ", ".join(filter(None, words)), number, *mean_curve(*points, spread=group.mixed))
             units = dict.fromkeys(run.unit for run in runs.values())
             panel.set(ylabel=metric.replace("_", " "), xlabel=" or ".join(units) if x == "steps" else "seconds")
             panel.set_title(env if len(environments) > 1 else "")

@@ -14,7 +14,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import inline, svg_of
 from msrl_jax.report.profiles import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of
-from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, named, shown_of, what
+from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, runs_by_name, shown_of, what
 from msrl_jax.report.statistics import estimate, mean
 from msrl_jax.run import Result
 from msrl_jax.run.disk.folder import REPEAT, check_links, check_target, write_text
@@ -80,7 +80,7 @@ def runs_page(
     """
     target = as_path("path", path)
     check_target("page", target, (".html",))
-    found = named(runs)
+    found = runs_by_name(runs)
     shown = shown_of(found, metrics)
     title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in found.values()))
     sections = [

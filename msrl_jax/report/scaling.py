@@ -11,7 +11,7 @@ from msrl_jax.fragments.plan.topologies import plan_devices
 from msrl_jax.fragments.runtime.memory import planning_for
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.terminal import table
-from msrl_jax.policies.base import spec
+from msrl_jax.policies.helpers import spec
 from msrl_jax.run.prepare import make_experiment
 
 
@@ -96,7 +96,7 @@ def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
     return [cells[name] for name in columns]
 
 
-def format_table(rows: Sequence[Scaled]) -> str:
+def format_plans(rows: Sequence[Scaled]) -> str:
     """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration.
 
     The table has a column for launches if all plans count them; plans for CPUs do not.

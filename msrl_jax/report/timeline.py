@@ -50,7 +50,7 @@ class Activity(NamedTuple):
     key: Key
 
 
-def record(run: Callable[[], Any]) -> tuple[list[Span], int]:
+def record_spans(run: Callable[[], Any]) -> tuple[list[Span], int]:
     """Traces a function; returns the spans during its run, and the number of traced events.
 
     Raises:

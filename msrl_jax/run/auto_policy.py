@@ -21,7 +21,7 @@ from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec
+from msrl_jax.policies.helpers import spec
 from msrl_jax.run.experiment.spec import Experiment
 
 _CLOSE = 1.1
@@ -137,7 +137,7 @@ def is_auto(policy: object) -> bool:
     return isinstance(policy, str) and policy.lower() == "auto"
 
 
-def resolved(
+def resolve_policy(
     policy: str | DistributionPolicy,
     experiment: Experiment,
     devices: Sequence[Device] | None,

@@ -19,7 +19,7 @@ from msrl_jax.registry import code_names
 from msrl_jax.registry.lookup import as_config
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
-from msrl_jax.run.experiment.pbt import read
+from msrl_jax.run.experiment.pbt import read_pbt
 from msrl_jax.run.experiment.plain_data import RunFolderError, difference
 from msrl_jax.run.experiment.spec import Experiment
 
@@ -41,7 +41,7 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **as
     own |= {} if env is None else {"env": env}
     base = as_config("ppo" if algo is None else algo)
     if own.get("pbt") is not None:
-        own["pbt"] = pbt = read(own["pbt"])
+        own["pbt"] = pbt = read_pbt(own["pbt"])
         if (seeds := whole("seeds", own.get("seeds", 1))) > 1:
             raise ValueError(
                 f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}"

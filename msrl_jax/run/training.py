@@ -27,18 +27,27 @@ from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.policies.helpers import spec as policy_text
 from msrl_jax.run import processes, recipes
-from msrl_jax.run.auto_policy import is_auto, resolved
+from msrl_jax.run.auto_policy import is_auto, resolve_policy
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.evaluation.history import stack_rows
 from msrl_jax.run.experiment.pbt import GivenPBT
 from msrl_jax.run.experiment.spec import Experiment, GuardPolicy
 from msrl_jax.run.experiment.trust import code_of
-from msrl_jax.run.loop.callbacks import Callback, Callbacks, Progress, check_callbacks, choose_display, is_hook
+from msrl_jax.run.loop.callbacks import Callback, Callbacks, ProgressDisplay, check_callbacks, choose_display, is_hook
 from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
-from msrl_jax.run.loop.guard import DivergedError, Divergence, Guard, again
-from msrl_jax.run.loop.hooks import Checkpoints, Evaluating, LostSteps, Rows, interval, recorded, seconds, stop_requests
+from msrl_jax.run.loop.guard import DivergedError, Guard, StopOrRollBack, again
+from msrl_jax.run.loop.hooks import (
+    Checkpoints,
+    Evaluating,
+    LostSteps,
+    RunFileWriter,
+    interval,
+    recorded,
+    seconds,
+    stop_requests,
+)
 from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import make_experiment, open_folder, resumed_experiment
 from msrl_jax.run.result import Result
@@ -73,7 +82,7 @@ def train(
     rank_by: str | None = None,
     trust: bool = False,
     callbacks: Sequence[Callback] = (),
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
     **overrides: Any,
 ) -> Result:
     """Trains an agent.
@@ -188,7 +197,7 @@ def train(
             usual = saved.description["policy"] if saved else execution.default_policy(experiment)
             if saved and policy is None:
                 check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
-            where = resolved(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
+            where = resolve_policy(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
             saver = None if path is None else Checkpoints(path, every, keep, recording)
@@ -206,9 +215,9 @@ def train(
             stack.callback(close_simulators, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         hooks = [
-            requests, recording, guarding, LostSteps(), evaluating, Rows() if path and processes.is_first() else None,
+            requests, recording, guarding, LostSteps(), evaluating, RunFileWriter() if path and processes.is_first() else None,
             *filter(is_hook, callbacks), Callbacks([show, *filter(callable, callbacks)]),
-            guarding and Divergence(guarding, saver), saver,
+            guarding and StopOrRollBack(guarding, saver), saver,
         ]  # fmt: skip
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         about = watching | {"record": recording and str(recording.writer.path)}
@@ -220,7 +229,7 @@ def train(
         errors = _loop(run, hooks)
         result = _result(run)
         if path is not None and processes.is_first():
-            result = store.complete(result, path, next(iter(_unsaved(hooks)), None))
+            result = store.complete_folder(result, path, next(iter(_unsaved(hooks)), None))
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
@@ -246,7 +255,7 @@ def _notes(experiment: Experiment, usual: DistributionPolicy | None, has_default
 
 def _unsaved(hooks: Sequence[Any]) -> list[OSError]:
     """Returns why a checkpoint or rows could not be written."""
-    return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | Rows) and hook.error is not None]
+    return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | RunFileWriter) and hook.error is not None]
 
 
 def _first(errors: Sequence[Exception], result: Result) -> Exception:

@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax.agents.schedules import is_adaptive, is_ramp
 from msrl_jax.configs.names import all_fields
-from msrl_jax.envs.param_distributions import Distribution, choice, is_value, parse
+from msrl_jax.envs.param_distributions import ParamDistribution, choice, is_value, parse_param
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.fragments.support.text_values import split_specs
@@ -31,7 +31,7 @@ class Axis:
     """A swept field."""
 
     field: str
-    values: Distribution  # its options (`choice`), or the distribution of its values
+    values: ParamDistribution  # its options (`choice`), or the distribution of its values
     is_whole: bool  # whether its values are integers
 
     @property
@@ -72,7 +72,7 @@ def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[st
     axes, constants = [], {}
     for field, value in given.items():
         found = _read(f"{kind.__name__}.{field}", value, hints[field])
-        if isinstance(found, Distribution):
+        if isinstance(found, ParamDistribution):
             axes.append(Axis(field, found, _is_whole(hints[field])))
         else:
             constants[field] = found
@@ -98,8 +98,9 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     if isinstance(value, str) and is_number:
         parts = split_specs(value)
         named = [is_ramp(x) or is_adaptive(x) or naming.is_path(x) for x in parts]  # schedules
-        value = [x if is_named else parse(where, x) for x, is_named in zip(parts, named, strict=True)] if any(named) else value
-        value = parse(where, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
+        if any(named):
+            value = [x if is_named else parse_param(where, x) for x, is_named in zip(parts, named, strict=True)]
+        value = parse_param(where, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
     if is_several(value):
@@ -110,7 +111,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
             value = choice([tuple(x) for x in options])
     if not is_value(value):
         return _number(where, value, hint)
-    if not isinstance(value, Distribution):
+    if not isinstance(value, ParamDistribution):
         raise ValueError(f"{where}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
     if not value.numbers:
         raise ValueError(f"{where} has no values; give at least one")
@@ -134,7 +135,7 @@ def _number(where: str, value: Any, hint: Any) -> Any:
     return int(value) if _is_whole(hint) and isinstance(value, float) and value.is_integer() else value
 
 
-def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
+def choose_trials(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
     """Chooses the values of all trials, with any method except "optuna"; drops duplicates, which few options soon give."""
     names = [axis.field for axis in axes]
     if method == "grid":
@@ -195,7 +196,7 @@ class Trial:
     @property
     def mean(self) -> float:
         """The mean score of its seeds; nan if one of them is nan."""
-        return mean(self.scores)
+        return mean_objective(self.scores)
 
     @property
     def min(self) -> float:
@@ -211,7 +212,7 @@ class Trial:
         return f"trial {self.number} ({in_words(self.values)})"
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_objective(values: Sequence[float]) -> float:
     """Returns the mean; nan if a value is nan, or without values."""
     return math.fsum(values) / len(values) if values else math.nan
 

@@ -24,16 +24,16 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.policies.helpers import spec as policy_text
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
 from msrl_jax.run.loop import hooks
-from msrl_jax.run.loop.callbacks import Progress, choose_display
+from msrl_jax.run.loop.callbacks import ProgressDisplay, choose_display
 from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
-from msrl_jax.search.sweep_result import SweepResult, write_table
+from msrl_jax.search.sweep_result import SweepResult, write_sweep_table
 from msrl_jax.search.trial_scheduler import SWEEP, Course
 
 
@@ -55,7 +55,7 @@ def sweep(
     eval_episodes: int = 32,
     checkpoint_every: int | str | None = None,
     time_limit: float | str | None = None,
-    progress: Progress = "auto",
+    progress: ProgressDisplay = "auto",
     **asked: Any,
 ) -> SweepResult:
     """Trains many settings of an algorithm, and ranks them by their returns or by a metric of the environment.
@@ -136,7 +136,7 @@ def sweep(
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
     shared = not is_on_host(base.environment)
     course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
-    trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, base.seed))
+    trials = [] if method == "optuna" else course.make(space.choose_trials(axes, method, num, base.seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(hooks.stop_requests(limit))
@@ -163,7 +163,7 @@ def sweep(
         runs, env = tuple(course.runs), course.base.env
         result = SweepResult(table, runs, status, reason, description, env, objects, folder=path)
         if path is not None and processes.is_first():
-            write_table(result, path)
+            write_sweep_table(result, path)
         processes.gathered("")  # keep all processes alive while one writes
     return result
 

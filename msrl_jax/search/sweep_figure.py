@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_jax.envs.param_distributions import Distribution
+from msrl_jax.envs.param_distributions import ParamDistribution
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import value_in_words
 from msrl_jax.run.outputs.figures import saved
@@ -36,7 +36,7 @@ def plot_sweep(swept: SweepResult, path: str | os.PathLike | None = None) -> "Fi
     if not trials:
         raise ValueError("no trial of this sweep has a return, so there is nothing to draw")
     axes = [
-        Axis(field, Distribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
+        Axis(field, ParamDistribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
         for field, about in swept.description["fields"].items()
     ]
     return saved(_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)

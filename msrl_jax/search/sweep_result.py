@@ -18,7 +18,7 @@ from msrl_jax.run.disk import folder
 from msrl_jax.run.evaluation.history import decimals, value_in_words
 from msrl_jax.run.experiment.trust import algorithm_of, code_of
 from msrl_jax.run.result import Result
-from msrl_jax.search.space import Trial, by_return, mean
+from msrl_jax.search.space import Trial, by_return, mean_objective
 from msrl_jax.search.trial_scheduler import SWEEP
 
 TABLE, TABLE_CSV = "table.json", "table.csv"
@@ -104,7 +104,7 @@ class SweepResult:
             {
                 "trial": trial.number, "program": trial.program, **trial.values, "rung": trial.rung, "steps": trial.steps,
                 "return_mean": (of := dataclasses.replace(trial, rank_by="return")).mean, "return_min": of.min,
-                "return_max": of.max, **{f"{name}_mean": mean(trial.metrics.get(name, ())) for name in self._metrics},
+                "return_max": of.max, **{f"{name}_mean": mean_objective(trial.metrics.get(name, ())) for name in self._metrics},
                 "rank": trial.rank,
             }
             for trial in self.trials
@@ -206,7 +206,7 @@ def _read_trial(row: Mapping[str, Any]) -> Trial:
     return Trial(**{**row, "values": values, "returns": numbers(row["returns"]), "metrics": metrics})
 
 
-def write_table(result: SweepResult, path: Path) -> None:
+def write_sweep_table(result: SweepResult, path: Path) -> None:
     """Writes `table.json` and `table.csv`."""
     about = {"status": result.status, "stop_reason": result.stop_reason}
     runs = [str(run.relative_to(path)) for run in result.runs if isinstance(run, Path)]

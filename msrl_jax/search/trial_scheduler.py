@@ -196,7 +196,7 @@ class Course:
 
     def _done(self, path: Path, until: int) -> Result | None:
         """Returns the result of a run that has already done all `until` steps."""
-        if not store.holds_run(path) or not checkpoint.complete(path):
+        if not store.holds_run(path) or not checkpoint.complete_checkpoints(path):
             return None
         result = self._load(path)
         each = result.experiment.steps_per_iteration

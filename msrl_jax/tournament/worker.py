@@ -21,7 +21,7 @@ import numpy as np
 
 from msrl_jax import policies
 from msrl_jax.envs import Environment
-from msrl_jax.envs.params import describe as describe_params
+from msrl_jax.envs.params import params_text as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.tracebacks import entry
@@ -29,7 +29,7 @@ from msrl_jax.run.disk.store import ResumeWarning, check_saved
 from msrl_jax.run.experiment.agent_transforms import fold_keys
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop import hooks
-from msrl_jax.run.loop.callbacks import Callback, Progress, Tick
+from msrl_jax.run.loop.callbacks import Callback, ProgressDisplay, Tick
 from msrl_jax.run.loop.guard import DivergedError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.result import Result
@@ -55,7 +55,7 @@ def compete(
     devices: Sequence[Device] | None = None,
     eval_episodes: int = 64,
     callbacks: Sequence[Callback] = (),
-    progress: Progress = False,
+    progress: ProgressDisplay = False,
     **asked: Any,
 ) -> Leaderboard:
     """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and returns it if it improved.

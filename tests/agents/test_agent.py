@@ -55,11 +55,11 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
 
 def shapes_and_axes(name, size):
     """Shape and logical axes of every leaf of a state, where environments, shards and batches are multiples of a size."""
-    fields = all_fields(msrl.algorithms.get(name))
+    fields = all_fields(msrl.algorithms.get(name)())
     wanted = {
         "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "replay.capacity": 64 * size,
         "replay.learning_starts": 64 * size,
-        "replay.shards": size, "shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2,
+        "replay.shards": size, "shards": size, "num_updates": 3, "hidden_sizes": (5,), "core.size": 6, "actor_period": 2,
         "replay.priorities": "prioritized",
     }  # fmt: skip
     options = {field: value for field, value in wanted.items() if field in fields}

@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax.agents.adaptive_rate import AdaptiveRate
 from msrl_jax.agents.agent import Agent, Progress
 from msrl_jax.agents.optimizers import make_optimizer
-from msrl_jax.agents.schedules import read, read_kl
+from msrl_jax.agents.schedules import read_kl, read_schedule
 from msrl_jax.algorithms import DQN, PPO, build, counted
 from msrl_jax.configs.config import config, tunable
 from msrl_jax.fragments.counters import counter
@@ -38,13 +38,13 @@ LENGTH = 8
     ],
 )  # fmt: skip
 def test_schedules_have_the_values_worked_out_by_hand(text, progress, value):
-    np.testing.assert_allclose(read(text)(jnp.float32(progress)), value, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(read(text)(np.float32(progress)), value, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(read_schedule(text)(jnp.float32(progress)), value, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(read_schedule(text)(np.float32(progress)), value, rtol=1e-6, atol=1e-6)
 
 
 def test_a_cosine_with_a_warmup_is_that_of_optax():
     want = optax.warmup_cosine_decay_schedule(0.0, 3e-4, warmup_steps=10, decay_steps=100, end_value=1e-5)
-    got = [read("cosine:3e-4:1e-5,warmup=0.1")(jnp.float32(step / 100)) for step in range(101)]
+    got = [read_schedule("cosine:3e-4:1e-5,warmup=0.1")(jnp.float32(step / 100)) for step in range(101)]
     np.testing.assert_allclose(got, [want(step) for step in range(101)], rtol=1e-4)
 
 
@@ -213,4 +213,4 @@ def test_teams_follow_their_own_schedules():
 def test_progress_of_a_long_run_is_exact_enough():
     """At 5e9 iterations, where a float32 counter would have stopped."""
     progress = Progress(counter(2_500_000_001), 5_000_000_000)
-    np.testing.assert_allclose(read("linear:1e-3")(progress.fraction), 0.5e-3, rtol=1e-6)
+    np.testing.assert_allclose(read_schedule("linear:1e-3")(progress.fraction), 0.5e-3, rtol=1e-6)

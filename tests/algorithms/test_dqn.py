@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import C51, DQN, QR, Double, PerEnv, counted
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.loops.buffers import n_step_buffer
+from msrl_jax.loops.n_step_buffer import n_step_buffer
 from msrl_jax.networks.q_network import q_network
 from msrl_jax.networks.torso import make_torso
 from tests.support import off_policy as reference

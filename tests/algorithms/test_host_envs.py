@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.host_simulators import HostStep, HostVectorized, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless
@@ -75,7 +75,7 @@ class Walks:
                 reward, terminated, truncated = np.where(valid, reward, 0), terminated & valid, truncated | ~valid
             self.steps += 1
             self.reset(envs[terminated | truncated], None)
-            return Outcome(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, valid)
+            return HostStep(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, valid)
 
         return finish
 
@@ -100,15 +100,15 @@ CASES = {
     "a2c": (INTEGERS, {}),
     "a3c": (INTEGERS, {"num_workers": 4}),
     "impala": (INTEGERS, {}),
-    "recurrent_ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "memory_size": 8}),
+    "recurrent_ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "core.size": 8}),
     "pqn": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2}),
     "dqn": (INTEGERS, REPLAY | {"replay.n_step": 2}),
-    "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256}),
+    "r2d2": (INTEGERS, REPLAY | {"core.size": 8, "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256}),
     "muzero": (INTEGERS, REPLAY | {"num_simulations": 4, "model_steps": 2, "replay.n_step": 2, "latent_size": 8}),
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
     "td3+gru": (
-        FLOATS, REPLAY | {"core": "gru", "memory_size": 8, "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256},
+        FLOATS, REPLAY | {"core": "gru:8", "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256},
     ),
 }
 OFTEN = {"ppo": ("Central",)}

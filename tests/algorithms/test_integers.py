@@ -26,7 +26,7 @@ SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 PROXIMAL = SMALL | {"num_epochs": 2, "num_minibatches": 2}
 CONFIGS = {
     "ppo": PROXIMAL,
-    "recurrent_ppo": PROXIMAL | {"memory_size": 8},
+    "recurrent_ppo": PROXIMAL | {"core.size": 8},
     "a2c": SMALL,
     "a3c": SMALL | {"num_workers": 2},
     "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
@@ -41,7 +41,7 @@ CONFIGS = {
             "two": "random:agents=walker_1",
         },
     },
-    "mappo": PROXIMAL | {"share_parameters": False, "core": "gru", "memory_size": 8},
+    "mappo": PROXIMAL | {"share_parameters": False, "core": "gru:8"},
 }
 
 

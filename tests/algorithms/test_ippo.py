@@ -25,8 +25,8 @@ SMALL = {
 }  # fmt: skip
 CASES = {
     "ippo": ("ippo", {}),
-    "ippo-gru": ("ippo", {"core": "gru", "memory_size": 4}),
-    "ippo-own-gru": ("ippo", {"core": "gru", "memory_size": 4, "share_parameters": False}),
+    "ippo-gru": ("ippo", {"core": "gru:4"}),
+    "ippo-own-gru": ("ippo", {"core": "gru:4", "share_parameters": False}),
     "mappo": ("mappo", {}),
     "mappo-own": ("mappo", {"share_parameters": False}),
 }

@@ -6,8 +6,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
+from msrl_jax.algorithms import GRU, LRU, LSTM, GTrXL, MinGRU
 from msrl_jax.configs.names import all_fields
-from msrl_jax.networks.cores import named_core
 from tests.support.agents import make_counted
 from tests.support.keys import key_uses, reused_keys
 from tests.support.many_agents import Homes
@@ -18,7 +18,7 @@ SMALL = {
     "num_envs": 4, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 2, "hidden_sizes": (4,), "num_updates": 2,
     "batch_size": 8, "replay.capacity": 64, "replay.learning_starts": 16, "replay.shards": 2,
     "replay.priorities": "prioritized",
-    "memory_size": 4, "burn_in": 0, "trace_length": 2, "replay.n_step": 1, "model_steps": 1, "latent_size": 4,
+    "core.size": 4, "burn_in": 0, "trace_length": 2, "replay.n_step": 1, "model_steps": 1, "latent_size": 4,
     "num_simulations": 2,
     "mixing_size": 4, "hyper_size": 4, "num_opponents": 2, "pool_size": 2, "pool_period": 1, "num_workers": 2,
     "replay_batches": 2, "num_samples": 1,
@@ -45,7 +45,7 @@ def environment(name):
 def uses_of(name):
     """The uses of keys in the first iterations of a small run."""
     kind, env = algorithms.get(name), environment(name)
-    fields = all_fields(kind)
+    fields = all_fields(kind())
     given = {field: x for field, x in SMALL.items() if field in fields} | PARTICULAR.get(name, {})
     if "hindsight" in fields:  # which has windows with a core only
         given = {field: x for field, x in given.items() if field not in ("burn_in", "trace_length")}
@@ -91,9 +91,9 @@ def test_first_states_of_a_pool_have_keys_of_their_own():
     assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) == 2 * 4 * 3
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm", "min_gru", "lru", "gtrxl:layers=2,heads=2,context=4"])
+@pytest.mark.parametrize("core", [GRU(4), LSTM(4), MinGRU(4), LRU(4), GTrXL(4, heads=2, context=4)], ids=str)
 def test_each_parameter_of_a_core_has_a_key_of_its_own(core):
-    uses = key_uses(lambda key: named_core(core, 4).init(key, 3), jax.random.key(0))
+    uses = key_uses(lambda key: core.make(3).init(key, 3), jax.random.key(0))
     assert reused_keys(uses) == [] and uses
 
 

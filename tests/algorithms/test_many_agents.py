@@ -21,7 +21,7 @@ from tests.support.modules import FORMS
 from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
-RECURRENT = {"core": "gru", "memory_size": 8}
+RECURRENT = {"core": "gru:8"}
 
 REPLAY = {
     "num_epochs": None, "num_minibatches": None, "replay.learning_starts": 128, "batch_size": 16, "num_updates": 2,
@@ -65,7 +65,7 @@ CASES = {
     "mappo-own": ("mappo", {"share_parameters": False}),
     "mappo-own-gru": ("mappo", {"share_parameters": False, "normalize_values": True, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
-    "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
+    "qmix": ("qmix", {"core.size": 8, **REPLAY}),
     "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "replay.n_step": 2}),
     "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
     "self_play-payoff": (
@@ -102,7 +102,7 @@ CASES = {
             "network": "mlp",
         },
     ),
-    "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru", "memory_size": 8}),
+    "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru:8"}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": (
         "teams",
@@ -110,7 +110,7 @@ CASES = {
             "num_envs": 16,
             "unroll_length": 8,
             "teams": {
-                "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",
+                "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru(8),hidden_sizes=(8,)",
                 "two": "qmix:agents=walker_1,core=none,hidden_sizes=(8,),batch_size=16,num_updates=2,"
                 "replay.learning_starts=128,replay.capacity=2048,trace_length=4,mixing_size=4,hyper_size=4",
             },

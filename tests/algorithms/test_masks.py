@@ -22,7 +22,7 @@ from tests.support.slow import mostly_slow
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "replay.capacity": 512, "replay.learning_starts": 128, "num_updates": 2}
-MEMORY = {"memory_size": 8}
+MEMORY = {"core.size": 8}
 CONFIGS = {
     "ppo": SMALL | {"num_epochs": 2, "num_minibatches": 2, "normalize_observations": True},
     "recurrent_ppo": SMALL | MEMORY | {"num_epochs": 1, "num_minibatches": 2},
@@ -230,8 +230,8 @@ def test_losses_with_illegal_actions_have_finite_gradients():
 
     def value(logits):
         policy = AllActions(only_legal(logits, obs), legal=obs.action_mask)
-        _, log_prob, mean = policy.sample_for_mean(jax.random.split(jax.random.key(0), 3))
-        return mean(soft_value(q, log_prob, jnp.float32(0.5)))
+        _, log_prob = policy.sample_and_log_prob(jax.random.split(jax.random.key(0), 3))
+        return policy.expectation(soft_value(q, log_prob, jnp.float32(0.5)))
 
     found, slope = value(jnp.zeros((3, 3))), jax.grad(lambda logits: value(logits).sum())(jnp.zeros((3, 3)))
     np.testing.assert_allclose(found[:2], [2 + 0.5 * np.log(2), 2], rtol=1e-6)

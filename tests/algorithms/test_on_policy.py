@@ -29,7 +29,7 @@ T, E, W = 6, 16, 4
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_rate": 0.02}
 # Clips on both sides of 1, so that each of them changes something.
 VTRACE = {"clip_rho": 1.02, "clip_c": 0.97, "clip_pg_rho": 1.05, "vtrace_lambda": 0.9}
-GRU = {"core": "gru", "memory_size": 5}
+GRU = {"core": "gru:5"}
 
 
 def build(name, env=None, make_agent=still, **overrides):
@@ -352,9 +352,9 @@ def test_acting_goes_on_from_a_carry():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"memory_size": 8}, "A2C.memory_size has no effect with core='none'; leave it out"),
-        ({"core": nn.GRUCell(8), "memory_size": 8}, "A2C.memory_size has no effect with core=GRUCell"),
-        ({"core": "gru", "shared_torso": True}, "A2C.shared_torso has no effect with core='gru'; leave it out"),
+        ({"core.size": 8}, "A2C.core.size=8: core is None, which has no size; leave it out, or give core='gru'"),
+        ({"core": nn.GRUCell(8), "core.size": 8}, "A2C.core.size=8: core is GRUCell("),
+        ({"core": "gru", "shared_torso": True}, "A2C.shared_torso has no effect with core=GRU; leave it out"),
     ],
 )
 def test_fields_that_a_memory_leaves_without_effect_are_refused(options, text):

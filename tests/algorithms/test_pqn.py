@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from msrl_jax import algorithms, envs
-from msrl_jax.algorithms import PQN, Annealed
+from msrl_jax.algorithms import GRU, PQN, Annealed
 from tests.support.off_policy import adam, assert_close, counting, start, wide
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
@@ -107,7 +107,7 @@ def plain_recurrent_q(params, obs, begins, carry, xp):
 def test_an_iteration_with_a_core_equals_a_loop_along_unrolls():
     """Values depend on the episode so far, and the gradient flows back to the first step of the unroll."""
     config = dataclasses.replace(
-        CONFIG, num_epochs=1, num_minibatches=1, hidden_sizes=(6,), layer_norm=False, core="gru", memory_size=H
+        CONFIG, num_epochs=1, num_minibatches=1, hidden_sizes=(6,), layer_norm=False, core=GRU(H)
     )
     agent = algorithms.build(config, RandomWalk())
     iterate = counting(agent)

@@ -28,8 +28,8 @@ OFF = {
     "replay.learning_starts": 64, "num_updates": 8, "tau": 0.05,
 }  # fmt: skip
 LEARNING = {
-    "ppo": ON, "recurrent_ppo": ON | {"memory_size": 8}, "impala": ON, "a2c": ON, "a3c": ON | {"num_workers": 2},
-    "a3c+memory": ON | {"num_workers": 2, "core": "gru", "memory_size": 8},
+    "ppo": ON, "recurrent_ppo": ON | {"core.size": 8}, "impala": ON, "a2c": ON, "a3c": ON | {"num_workers": 2},
+    "a3c+memory": ON | {"num_workers": 2, "core": "gru:8"},
     "sac": OFF | {"initial_temperature": 1e-3, "learn_temperature": False}, "td3": OFF,
     "iql": {name: OFF[name] for name in ("hidden_sizes", "discount", "learning_rate", "batch_size", "tau")}
     | {"num_updates": 8, "normalize_rewards": False},

@@ -15,7 +15,7 @@ from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, Prioritized, counted, r2d2
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.sequences import sequence_buffer
+from msrl_jax.loops.sequence_replay import sequence_buffer
 from msrl_jax.losses.sequences import rescale, sequence_priority, unrescale
 from msrl_jax.networks.q_network import value_heads
 from msrl_jax.networks.recurrent import recurrent_network
@@ -27,7 +27,7 @@ from tests.support.recurrent import plain_core
 E, T, B, H, BURN_IN, L, N = 8, 6, 16, 5, 3, 4, 3
 SMALL = {
     "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 480, "replay.learning_starts": 96,
-    "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N, "hidden_sizes": (6,), "memory_size": H, "exploration.steps": 96,
+    "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N, "hidden_sizes": (6,), "core.size": H, "exploration.steps": 96,
     "exploration.final": 1e-6, "learning_rate": 3e-3,
 }  # fmt: skip
 TOTAL = 1000  # iterations of the run
@@ -43,7 +43,7 @@ def plain_values(core, params, obs, begins, memory, xp=np):
     """Action values `[T, E, A]` and memories `[T, E, H]`, written out."""
     dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
     features = xp.maximum(dense(params["torso"]["params"]["Dense_0"], obs), 0)
-    _, memories = plain_core(core, params["core"], features, begins, memory, xp)
+    _, memories = plain_core(core.option, params["core"], features, begins, memory, xp)
     p, h = params["heads"]["params"], memories[0]
     if "head" in p:
         return dense(p["head"], h), memories

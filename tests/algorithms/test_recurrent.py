@@ -9,9 +9,8 @@ import optax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import RecurrentPPO
+from msrl_jax.algorithms import GRU, LRU, LSTM, GTrXL, MinGRU, RecurrentPPO
 from msrl_jax.fragments.support.random_keys import key_for
-from msrl_jax.networks.cores import named_core
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.registry.resolve import objects
 from tests.support.agents import make_counted, make_still, still
@@ -22,19 +21,18 @@ from tests.support.recurrent import plain_core
 from tests.support.slow import mostly_slow
 
 T, E, H, INPUTS = 7, 6, 8, 3
-GTRXL = "gtrxl:layers=2,heads=2,context=3"
-SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
+SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "core": "gru:5"}
 
 
-CORES = ["gru", "lstm", "min_gru", "lru"]
-differentiated = pytest.mark.parametrize("unrolled", mostly_slow([*CORES, GTRXL], "lru"), indirect=True)
+CORES = {"gru": GRU(H), "lstm": LSTM(H), "min_gru": MinGRU(H), "lru": LRU(H), "gtrxl": GTrXL(H, heads=2, context=3)}
+differentiated = pytest.mark.parametrize("unrolled", mostly_slow([*CORES], "lru"), indirect=True)
 
 
-@pytest.fixture(scope="module", params=[*CORES, GTRXL])
+@pytest.fixture(scope="module", params=CORES)
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
-    core = named_core(request.param, H)
-    scale = 0.3 if request.param in ("lru", GTRXL) else 0.7
+    core = CORES[request.param].make(INPUTS)
+    scale = 0.3 if request.param in ("lru", "gtrxl") else 0.7
     keys_of_carry, *keys = jax.random.split(jax.random.key(0), 64)
     keys = iter(keys)
     shapes = jax.eval_shape(lambda k: core.init(k, INPUTS), jax.random.key(0))
@@ -79,10 +77,10 @@ def test_gradients_equal_the_plain_loop(unrolled):
         return jax.lax.scan(step, carry, (inputs, is_first))[1]
 
     # As plain formulas, attention takes minutes to compile; its steps are compared with them above.
-    plain = by_steps if name == GTRXL else functools.partial(plain_core, name)
+    plain = by_steps if name == "gtrxl" else functools.partial(plain_core, name)
 
     def loss(unroll, params, inputs, carry):
-        if name == GTRXL:  # flags are no numbers to differentiate by
+        if name == "gtrxl":  # flags are no numbers to differentiate by
             carry = carry[0], jax.lax.stop_gradient(carry[1])
         found = jax.tree.leaves(unroll(params, inputs, is_first, carry))
         return sum((jax.random.normal(jax.random.key(i), x.shape) * x).sum() for i, x in enumerate(found))
@@ -105,7 +103,7 @@ def test_batched_gradients_equal_the_gradients_of_each_member(unrolled):
 
 
 def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
-    params = named_core("lstm", H).init(jax.random.key(0), INPUTS)
+    params = LSTM(H).make(INPUTS).init(jax.random.key(0), INPUTS)
     for matrix in np.split(params["recurrent"], 4, axis=1):
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(H), atol=1e-5)
     np.testing.assert_array_equal(params["bias"].reshape(4, H), [[0] * H, [1] * H, [0] * H, [0] * H])
@@ -113,14 +111,14 @@ def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
 
 def test_units_of_a_new_min_gru_remember_for_2_to_128_steps():
     """A unit that keeps a share `k` at every step remembers for `1 / (1 - k)` steps."""
-    core = named_core("min_gru", 64)
+    core = MinGRU(64).make(INPUTS)
     params = core.init(jax.random.key(0), INPUTS)
     kept, _ = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64),))
     np.testing.assert_allclose(1 / (1 - np.float64(kept)), np.linspace(2, 128, 64), rtol=1e-4)
 
 
 def test_units_of_a_new_lru_forget_a_thousandth_to_a_tenth_in_a_step_and_turn_by_at_most_18_degrees():
-    core = named_core("lru", 64)
+    core = LRU(64).make(INPUTS)
     params = core.init(jax.random.key(0), INPUTS)
     _, (real, imaginary) = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64), jnp.zeros(64)))
     kept, turned = np.hypot(real, imaginary), np.degrees(np.arctan2(imaginary, real))
@@ -144,7 +142,7 @@ def start(agent, iterations):
 def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
     over = {"gru": "minibatch", "lstm": "batch", "min_gru": "minibatch"}[request.param]
-    config = RecurrentPPO(**SMALL, core=request.param, clip_value=0.1, normalize_advantage=over)
+    config = RecurrentPPO(**SMALL | {"core": f"{request.param}:5"}, clip_value=0.1, normalize_advantage=over)
     agent = still(objects(config).build(RandomWalk()))
     return config, agent, start(agent, 2)
 
@@ -207,7 +205,7 @@ def plain_update(config, state, rollout, num_updates=None):
     def loss(params, e):
         o, b, acted, log_prob, value, a, target = (x[:, e] for x in old)
         a = standardize(a) if per_minibatch else a
-        log_probs, v, _ = plain_network(config.core, params, o, b, [m[e] for m in state.carry])
+        log_probs, v, _ = plain_network(config.core.option, params, o, b, [m[e] for m in state.carry])
         ratio = jnp.exp(chosen_of(log_probs, acted) - log_prob)
         clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
         near = jnp.clip(v, value - config.clip_value, value + config.clip_value)
@@ -230,7 +228,7 @@ def plain_update(config, state, rollout, num_updates=None):
         params = optax.apply_updates(params, updates)
 
     def divergence(e):
-        log_probs, _, _ = plain_network(config.core, params, obs[:, e], is_first[:, e], [c[e] for c in state.carry])
+        log_probs, _, _ = plain_network(config.core.option, params, obs[:, e], is_first[:, e], [c[e] for c in state.carry])
         log_ratio = chosen_of(log_probs, action[:, e]) - log_prob[:, e]
         return (jnp.exp(log_ratio) - 1 - log_ratio).mean()
 
@@ -240,7 +238,7 @@ def plain_update(config, state, rollout, num_updates=None):
 @pytest.mark.long
 def test_one_iteration_equals_an_independent_implementation(walk):
     config, agent, state = walk
-    obs, carry, rollout = plain_rollout(config.core, agent, state)
+    obs, carry, rollout = plain_rollout(config.core.option, agent, state)
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any() and state.carry[0].any() and carry[0].any()
     after, _ = jax.jit(agent.iteration)(state)
@@ -256,7 +254,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
 @pytest.mark.parametrize("core", ["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
-    agent = build(RandomWalk(), core=core, num_envs=64, unroll_length=16)
+    agent = build(RandomWalk(), core=f"{core}:5", num_envs=64, unroll_length=16)
     num_params = sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))
     found = collectives(agent)
     assert {name for name, _ in found} == {"all-reduce"}
@@ -329,7 +327,7 @@ def test_acting_with_a_carry(trained):
 
 @pytest.mark.parametrize("name", mostly_slow(["ppo", "a2c", "a3c", "impala", "pqn", "r2d2", "sac", "td3"], "a2c"))
 def test_a_carry_stays_with_the_actors_while_environments_step(name):
-    config = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "core": "gru", "memory_size": 5}
+    config = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "core": "gru:5"}
     config |= {"num_minibatches": 2} if name == "pqn" else {}
     if name in ("r2d2", "sac", "td3"):
         config |= {"burn_in": 1, "trace_length": 2, "replay": "replay:256,learning_starts=32", "batch_size": 8}

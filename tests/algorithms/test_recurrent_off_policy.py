@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import SAC, TD3, counted
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.loops.sequences import sequence_buffer
+from msrl_jax.loops.sequence_replay import sequence_buffer
 from msrl_jax.networks.custom import CustomNetworks
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, one, start, wide
@@ -20,7 +20,7 @@ from tests.support.recurrent import plain_core
 E, T, B, H, BURN_IN, L, N = 8, 4, 16, 5, 3, 4, 2
 SMALL = {
     "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 512, "replay.learning_starts": 128,
-    "hidden_sizes": (6,), "core": "gru", "memory_size": H, "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N,
+    "hidden_sizes": (6,), "core": f"gru:{H}", "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N,
     "learning_rate": 3e-3,
 }  # fmt: skip
 PARTS = ("actor", "critic")
@@ -205,9 +205,9 @@ def test_critics_join_what_they_remember_the_action_and_what_they_alone_see(name
 
 
 def test_what_does_not_fit_is_refused_in_one_sentence():
-    with pytest.raises(ValueError, match=r"SAC\.core learns from sequences .* use core='none', or leave data out"):
+    with pytest.raises(ValueError, match=r"SAC\.core learns from sequences .* use core=None, or leave data out"):
         SAC(core="gru", data="steps.npz")
-    with pytest.raises(ValueError, match=r"SAC\.core='gruu': use 'gru'"):
+    with pytest.raises(ValueError, match=r"SAC\.core='gruu': use one of gru, .* \(did you mean 'gru'\?\)"):
         SAC(core="gruu")
     with pytest.raises(ValueError, match=r"TD3, whose burn_in \+ trace_length .*learning_starts=1000: a batch of 256 windows"):
         msrl.algorithms.build(TD3(core="gru"), RandomWalk(True))

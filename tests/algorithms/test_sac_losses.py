@@ -15,8 +15,9 @@ TEMPERATURES = st.floats(0.0, 10.0, width=32)
 
 def expected_soft_value(q, logits, temperature):
     """The soft value of a discrete policy, and the mean of its log-probabilities."""
-    _, log_prob, mean = AllActions(logits).sample_for_mean(jax.random.key(0))
-    return mean(soft_value(q, log_prob, jnp.float32(temperature))), mean(log_prob)
+    policy = AllActions(logits)
+    _, log_prob = policy.sample_and_log_prob(jax.random.key(0))
+    return policy.expectation(soft_value(q, log_prob, jnp.float32(temperature))), policy.expectation(log_prob)
 
 
 def test_hand_worked_cases():

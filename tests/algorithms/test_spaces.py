@@ -135,9 +135,9 @@ class Wandering(Still):
 )  # fmt: skip
 def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(name, kind):
     env = Wandering(OBSERVED[kind], MOTION if REFUSED.get(name) == CHOICE else CHOICE)
-    fields = all_fields(msrl.algorithms.get(name))
+    fields = all_fields(msrl.algorithms.get(name)())
     small = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "batch_size": 8, "replay.capacity": 128}
-    small |= {"memory_size": 4, "num_minibatches": 2, "population_size": 8} | WINDOWS
+    small |= {"core.size": 4, "num_minibatches": 2, "population_size": 8} | WINDOWS
     small |= {"replay.learning_starts": 64, "replay.n_step": 1, "model_steps": 2}
     given = {key: value for key, value in small.items() if key in fields and (key not in WINDOWS or "hindsight" not in fields)}
     params = []

@@ -148,7 +148,7 @@ def per_agent(params, inputs, shared):
 
 S, B, STEPS = 5, 4, 2
 VALUES = {
-    "core": "none",
+    "core": None,
     "trace_length": S - STEPS + 1,
     "replay.n_step": STEPS,
     "batch_size": B,
@@ -387,7 +387,7 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     ("algorithm", "fields", "message"),
     [
         ("vdn", {"mixing_size": 8}, r"VDN\.mixing_size has no effect with mixer='sum'; leave it out"),
-        ("qmix", {"core": "none", "burn_in": 4}, r"QMIX\.burn_in has no effect with core='none'; leave it out"),
+        ("qmix", {"core": None, "burn_in": 4}, r"QMIX\.burn_in has no effect without a core; leave it out"),
         ("qmix", {"share_parameters": False, "agent_ids": False}, r"QMIX\.agent_ids has no effect with share_parameters=False"),
         ("ippo", {"share_parameters": False, "agent_ids": True}, r"IPPO\.agent_ids has no effect with share_parameters=False"),
     ],

@@ -12,7 +12,7 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS, TRAIN
-from msrl_jax.cli.options import Part
+from msrl_jax.cli.options import OptionGroup
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.prepare import make_experiment
@@ -33,7 +33,7 @@ def parsed(command, *words):
 
 def split(given):
     """The arguments of `train` in what the command gets, and the fields of the config."""
-    known = {option.name for option in Part(TRAIN).options()} | COMMANDS["train"].options().keys()
+    known = {option.name for option in OptionGroup(TRAIN).options()} | COMMANDS["train"].options().keys()
     return tuple({name: x for name, x in given.items() if (name in known) == own} for own in (True, False))
 
 
@@ -118,7 +118,7 @@ def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     ("words", "message"),
     [
         (["--learning-rate", "1e-3,-1"], "member 1 (learning_rate=-1): PPO.learning_rate=-1.0: use a finite number above 0"),
-        (["--algo", "sac", "--burn-in", "2"], "SAC.burn_in has no effect with core='none'; leave it out"),
+        (["--algo", "sac", "--burn-in", "2"], "SAC.burn_in has no effect without a core; leave it out"),
         (["--pbt", "members=1,learning_rate=uniform:1e-4:1e-3"], "PBT.members=1: use an integer of at least 2"),
         (["--policy", "GPUOnlyy"], "GPUOnly"),
     ],

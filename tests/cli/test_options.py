@@ -15,7 +15,7 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.cli import main
 from msrl_jax.cli.command import Output, command, parse
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.cli.options import Part
+from msrl_jax.cli.options import OptionGroup
 
 
 def given(command, *words):
@@ -115,9 +115,9 @@ def test_signatures_that_are_read_from_sources_are_those_of_the_functions():
 
 def test_values_go_to_every_function_that_takes_them():
     seen = []
-    part = Part(lambda *, seed=0, trust=False: None)
+    part = OptionGroup(lambda *, seed=0, trust=False: None)
 
-    @command(part, Part("msrl_jax.run.training:train", only=("algo", "seed")))
+    @command(part, OptionGroup("msrl_jax.run.training:train", only=("algo", "seed")))
     def tried(first, second, *, seed: int = 3) -> Output:
         """Try.
 

@@ -125,7 +125,7 @@ OTHERS = {
         "num_updates": 1,
     },
     "a3c": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_workers": 4},
-    "recurrent_ppo": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_minibatches": 2, "memory_size": 4},
+    "recurrent_ppo": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_minibatches": 2, "core.size": 4},
     "impala": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,)},
 }  # fmt: skip
 

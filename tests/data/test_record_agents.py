@@ -16,7 +16,7 @@ LIMIT, LEAVE = 4, np.array([1, 3, 9])
 ENV = Leaving(leave=(1, 3, 9), limit=LIMIT)
 ON_POLICY = {"num_envs": 4, "unroll_length": 6, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (4,)}
 OFF_POLICY = {
-    "num_envs": 4, "unroll_length": 6, "hidden_sizes": (4,), "core": "none", "mixing_size": 4, "hyper_size": 4,
+    "num_envs": 4, "unroll_length": 6, "hidden_sizes": (4,), "core": None, "mixing_size": 4, "hyper_size": 4,
     "trace_length": 2, "batch_size": 4, "num_updates": 1, "replay.capacity": 96, "replay.learning_starts": 24,
     "exploration.steps": 60,
 }  # fmt: skip

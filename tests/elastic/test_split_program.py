@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.elastic.packing import Packing, Sender, apply_changes
+from msrl_jax.elastic.parameter_messages import ActorSender, Packing, apply_changes
 from msrl_jax.elastic.split_program import split_program
 from tests.support.runs import plain
 from tests.support.slow import slow_unless
@@ -84,7 +84,7 @@ KINDS = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((30, 20), "flo
 def test_only_what_changed_in_bfloat16_crosses_with_the_delta_codec():
     """The actor has what `"bfloat16"` gives, bit by bit, whether all words crossed or only those that changed."""
     rng, packing = np.random.default_rng(0), Packing.of("delta(4, 3)", KINDS)
-    sender, arrays, held, sizes = Sender(packing), [rng.normal(size=x.shape).astype(x.dtype) for x in KINDS], [], []
+    sender, arrays, held, sizes = ActorSender(packing), [rng.normal(size=x.shape).astype(x.dtype) for x in KINDS], [], []
     for step in range(6):
         arrays = [x.copy() for x in arrays]
         arrays[0][step, : 2 if step != 4 else 20] += 1  # two words of 640

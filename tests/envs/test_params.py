@@ -221,8 +221,8 @@ def test_several_agents():
      ("[0, 0, -9.8]", [0, 0, -9.8]), ("uniform([1, 2], [3, 4])", envs.uniform([1, 2], [3, 4]))],
 )  # fmt: skip
 def test_values_as_text(text, value):
-    assert param_distributions.parse("x", text) == value
-    assert param_distributions.parse("x", param_distributions.text(value)) == value
+    assert param_distributions.parse_param("x", text) == value
+    assert param_distributions.parse_param("x", param_distributions.text(value)) == value
     assert param_distributions.parse_many(f"a={text},b=1") == {"a": value, "b": 1}
 
 

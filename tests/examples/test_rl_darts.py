@@ -1,6 +1,5 @@
 """RL-DARTS: mixtures and cells in plain formulas, the same training under every policy, and what is claimed of the search."""
 
-import dataclasses
 import functools
 import types
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from examples import rl_darts as example
+from msrl_jax import algorithms
 from msrl_jax.algorithms import build, counted
 from tests.support.small_runs import relative_difference
 
@@ -25,7 +25,7 @@ C = 3
 
 
 def small(algorithm, network: Any = SMALL):
-    return dataclasses.replace(example.ALGORITHMS[algorithm], network=network, **SIZES[algorithm])
+    return algorithms.make(example.ALGORITHMS[algorithm], {"network": network, **SIZES[algorithm]})
 
 
 def images(height=5, width=5, channels=C, count=2):

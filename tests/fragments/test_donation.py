@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax.fragments.passes.instructions import Run
+from msrl_jax.fragments.passes.instructions import RunProgram
 from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support.compare import as_numpy, assert_close, run_plain
 from tests.support.same_run import ENVS, EVERYWHERE
@@ -138,7 +138,7 @@ def test_a_transfer_between_placements_that_share_a_device_shares_no_memory(devi
     program = msrl.compile(iteration, state, policy=Overlapping(), axes={"w": P()}, devices=devices)
     after, _ = program.run(state, 2)
     assert_close(after, state)
-    run = next(i for i in program.instructions if isinstance(i, Run) and i.placement.name == "env")
+    run = next(i for i in program.instructions if isinstance(i, RunProgram) and i.placement.name == "env")
     assert run.donated == (0,)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Run, walk
+from msrl_jax.fragments.passes.instructions import RunProgram, walk
 from msrl_jax.policies import Layout, Placement
 from tests.support.compare import POLICIES, assert_close, run_plain
 from tests.support.slow import slow_unless
@@ -143,7 +143,7 @@ def test_the_same_run_wherever_the_learners_are(iteration, name):
 @pytest.mark.parametrize("iteration", LOOPS, ids=lambda f: f.__name__)
 def test_each_learner_runs_at_its_own_placement(iteration):
     program = msrl.compile(iteration, initial_state(), policy=Apart("predator", "prey"), axes=AXES)
-    at = {(f, i.placement.name) for i, _ in walk(program.instructions) if isinstance(i, Run) for f in i.fragments}
+    at = {(f, i.placement.name) for i, _ in walk(program.instructions) if isinstance(i, RunProgram) for f in i.fragments}
     assert {("learn_predator", "first"), ("learn_prey", "second")} <= at
     assert not {("learn_predator", "second"), ("learn_prey", "first")} & at
 
@@ -157,7 +157,7 @@ def test_learners_do_not_wait_for_each_other():
         return {i, *direct}.union(*(ancestors(d) for d in direct))
 
     predator, prey = (
-        next(i for i in program.instructions if isinstance(i, Run) and f"learn_{name}" in i.fragments)
+        next(i for i in program.instructions if isinstance(i, RunProgram) and f"learn_{name}" in i.fragments)
         for name in ("predator", "prey")
     )
     assert predator not in ancestors(prey) and prey not in ancestors(predator)

@@ -12,7 +12,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games import AlphaZero, match, with_search
-from msrl_jax.games.alphazero import Move, Outcome, Positions, position_worth, searcher
+from msrl_jax.games.alphazero import MoveOutcome, PlayerMove, Positions, position_worth, searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.tree_search import cross_entropy
 from msrl_jax.registry.lookup import check_env
@@ -68,8 +68,8 @@ def test_what_a_position_was_worth():
     random, terminated, truncated = rng.random((3, length, count)) < np.array([0.1, 0.15, 0.1])[:, None, None]
     reward, estimate, next_value = rng.normal(size=(3, length, count)).astype(np.float32)
     found = position_worth(
-        jnp.asarray(estimate), Move(jnp.asarray(player), jnp.asarray(random)),
-        Outcome(*map(jnp.asarray, (reward, terminated, truncated)), obs=(), player=jnp.asarray(after)),  # type: ignore[arg-type]
+        jnp.asarray(estimate), PlayerMove(jnp.asarray(player), jnp.asarray(random)),
+        MoveOutcome(*map(jnp.asarray, (reward, terminated, truncated)), obs=(), player=jnp.asarray(after)),  # type: ignore[arg-type]
         jnp.asarray(next_value), discount,
     )  # fmt: skip
     for e in range(count):

@@ -14,7 +14,15 @@ from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type, unmasked
 from msrl_jax.games import MuZero, with_search
 from msrl_jax.games.latent_model import LatentModel, latent_model
-from msrl_jax.games.muzero import Choice, Unrolled, searcher, unroll_buffer, unrolled, unrolled_loss, unrolled_target
+from msrl_jax.games.muzero import (
+    SearchedAction,
+    Unrolled,
+    model_searcher,
+    unroll_buffer,
+    unrolled,
+    unrolled_loss,
+    unrolled_target,
+)
 from msrl_jax.games.turn_based import player_observation, vectorize_turns
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import Transition
@@ -138,7 +146,9 @@ def arms(config, num_actions=4):
         lambda key, obs: (), lambda params, obs: unmasked(obs),
         lambda params, latent, action: (latent, jnp.where(action == ARM, 1.0, 0.0)), lambda params, latent: flat(latent),
     )  # fmt: skip
-    return jax.jit(functools.partial(searcher(config, model, config.num_simulations, config.gumbel_scale, config.discount), ()))
+    return jax.jit(
+        functools.partial(model_searcher(config, model, config.num_simulations, config.gumbel_scale, config.discount), ())
+    )
 
 
 def test_a_search_finds_what_its_model_rewards():
@@ -231,7 +241,7 @@ def test_one_update_equals_an_independent_implementation(env):
     far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)  # noqa: E731
     state = state._replace(params=far(state.params), target_params=far(state.target_params))
     after, metrics = iterate(state, 6)
-    choice = Choice(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
+    choice = SearchedAction(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
     buffer = unroll_buffer(seen, choice, config)
     sample = jax.jit(buffer.sample)(after.replay, jax.random.split(state.replay_key, 2)[1])
     window = jax.tree.map(np.asarray, sample.experience)
@@ -315,7 +325,7 @@ def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
     obs = jax.random.normal(jax.random.key(0), (64, 4))
     actions = msrl.envs.Discrete(2)
     model = latent_model(make_torso(env.observation_space, config), actions, latent_size=config.latent_size)
-    search = searcher(config, model, 16, 0.0, config.discount)
+    search = model_searcher(config, model, 16, 0.0, config.discount)
     action, policy = jax.jit(search)(result.state.params, jax.random.split(jax.random.key(1), 64), obs)
     assert (np.asarray(searching.act(obs)) == action).mean() > 0.95  # some actions are equally good, up to rounding
     np.testing.assert_allclose(searching.probabilities(obs), policy, atol=0.02)

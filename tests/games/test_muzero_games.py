@@ -10,7 +10,7 @@ from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.games import MuZero, match, minimax, with_search
 from msrl_jax.games.latent_model import LatentModel
 from msrl_jax.games.matches import _of_result
-from msrl_jax.games.muzero import searcher
+from msrl_jax.games.muzero import model_searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
 from tests.support.agents import make_still
@@ -139,7 +139,7 @@ def test_what_a_move_lets_the_other_player_win_counts_against_it():
     model = LatentModel(lambda key, obs: (), lambda params, obs: obs, step, predict)
     obs, keys = np.concatenate([pays, replies, np.zeros((64, 1), np.float32)], axis=1), jax.random.split(jax.random.key(0), 64)
     for discount, worth in ((-1.0, pays - replies), (1.0, pays + replies)):
-        action, _ = jax.jit(searcher(config, model, 16, 0.0, discount))((), keys, obs)
+        action, _ = jax.jit(model_searcher(config, model, 16, 0.0, discount))((), keys, obs)
         found = np.take_along_axis(worth, np.asarray(action)[:, None], 1)[:, 0]
         np.testing.assert_array_equal(found, worth.max(1))
 

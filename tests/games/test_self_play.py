@@ -11,7 +11,7 @@ from msrl_jax.algorithms import MAPPO, Progress
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments.counters import counter
 from msrl_jax.games import SelfPlay
-from msrl_jax.games.self_play import draw, enter, no_games, replicator_dynamics, two_players
+from msrl_jax.games.self_play import draw_slots, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.games.small_games import KuhnPoker, RockPaperScissors
 from msrl_jax.loops.agents import Experience, Now
 from tests.support.agents import make_still, still
@@ -101,7 +101,7 @@ def test_games_between_past_policies_weigh_opponents():
     np.testing.assert_allclose(found.weights, np.full(3, 1 / 3), atol=1e-5)
     assert not found.games.any() and not found.total.any()
     no_scissors = no_games(3)._replace(weights=replicator_dynamics(jnp.array([[0.0, -1, 0], [1, 0, 0], [0, 0, 0]]), THERE))
-    drawn = np.asarray(draw(no_scissors, jax.random.key(0), jnp.int32(2), 4000))
+    drawn = np.asarray(draw_slots(no_scissors, jax.random.key(0), jnp.int32(2), 4000))
     assert abs((drawn == 1).mean() - 0.95) < 0.04 and (drawn < 2).all()
 
 

@@ -133,7 +133,7 @@ def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options
 @pytest.mark.parametrize(
     ("options", "env", "message"),
     [
-        ({"core": "gru"}, RandomWalk(True), r"SAC\.target='cross_q' normalizes .* core='gru' learns from windows of steps"),
+        ({"core": "gru"}, RandomWalk(True), r"SAC\.target='cross_q' normalizes .* core=GRU learns from windows of steps"),
         ({"network": "simba", "hidden_sizes": (8,)}, RandomWalk(True), r"network='simba' has other layers; use 'mlp'"),
         ({"network": as_network(CustomNetworks(Head(4), Head(1)))}, RandomWalk(True), r"network=Custom.* has other layers"),
         ({}, RandomWalk(False), r"those of discrete actions see none; use layer_norm=True"),

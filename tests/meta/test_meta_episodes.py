@@ -197,7 +197,7 @@ def test_what_makes_no_meta_episode_is_refused(make, error, message):
 def agent():
     env = RandomizeParams(RL3, meta.random_mdps(S, A))
     config = msrl.algorithms.get("recurrent_ppo")(
-        num_envs=16, unroll_length=HORIZON, num_epochs=1, num_minibatches=2, hidden_sizes=(8,), memory_size=8
+        num_envs=16, unroll_length=HORIZON, num_epochs=1, num_minibatches=2, hidden_sizes=(8,), core="gru:8"
     )
     made = msrl.algorithms.counted(msrl.algorithms.build(config, env), 10)
     state = jax.jit(made.init)(jax.random.key(0))

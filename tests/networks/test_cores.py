@@ -1,4 +1,4 @@
-"""Cores of one's own: what they compute, and what of them is refused."""
+"""The cores of configs; custom cores: what they compute, and what of them is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from msrl_jax import algorithms, envs
-from msrl_jax.networks.cores import as_core, named_core
+from msrl_jax import envs
+from msrl_jax.algorithms import GRU, LRU, LSTM, PPO, R2D2, GTrXL, MinGRU, make
+from msrl_jax.configs.fields import is_option
+from msrl_jax.networks.cores import as_core
+from msrl_jax.registry.resolve import objects
+from msrl_jax.run.experiment.plain_data import plain_fields
+from msrl_jax.search.space import read_axes
 from tests.support.modules import Fading
 
 T, E, INPUTS = 5, 4, 3
@@ -95,36 +100,56 @@ def test_what_does_not_fit_is_refused_in_words(what):
         as_core(given)(INPUTS)
 
 
-@pytest.mark.parametrize(
-    ("core", "message"),
-    [
-        ("gtrxl:heads=3", "memory_size=8 must be an even multiple of the 3 heads.*use 6"),
-        ("gtrxl:context=0", "gtrxl:context=0.*at least 1"),
-        ("gtrxl:depth=2", "has no depth; gtrxl has layers, heads and context"),
-        ("gru:layers=2", "has no layers; gtrxl has"),
-        ("gtrlx:heads=2", "unknown core 'gtrlx'.*gtrxl"),
-    ],
-)
-def test_parameters_of_a_core_are_checked(core, message):
-    with pytest.raises(ValueError, match=message):
-        named_core(core, 8)
+CORES = [GRU(8), LSTM(), MinGRU(3), LRU(), GTrXL(128, context=8), "tests.support.modules:Fading", nn.GRUCell(8), Fading(), None]
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_the_core_of_a_config_is_an_option_a_custom_object_its_name_or_none(core):
+    config, from_files = PPO(core=core), [plain_fields({"core": core})["core"]]
+    if isinstance(core, str | None) or is_option(core):
+        from_files += [str(core)]
+    else:
+        assert "object" in from_files.pop()
+    for text in from_files:
+        assert make("ppo", {"core": text}).core == core
+    again = jax.tree.unflatten(jax.tree.structure(config), jax.tree.leaves(config))
+    assert again == config and hash(jax.tree.structure(config)) == hash(jax.tree.structure(again))
+    assert jax.tree.leaves(config) == jax.tree.leaves(PPO())
+
+
+def test_the_size_of_a_core_has_a_dotted_name():
+    assert make("ppo", {"core": "gtrxl", "core.size": 128}).core == GTrXL(128)
+    assert make("r2d2", {"core.size": 8}).core == GRU(8)
+    assert make(PPO(core=LSTM(4)), {"core.size": 8}).core == LSTM(8)
+    axes, _ = read_axes(R2D2, {"core.size": "16,32", "core": ["lru", "gru"]})
+    assert [(axis.field, axis.values.numbers) for axis in axes] == [("core.size", (16, 32)), ("core", ("lru", "gru"))]
 
 
 @pytest.mark.parametrize(
-    ("core", "message"),
+    ("fields", "message"),
     [
-        ("gru:3", "A2C.core='gru:3': use core='gru', memory_size=3$"),
-        ("gtrxl:wide", "A2C.core='gtrxl:wide': use core='gtrxl', with its size as memory_size$"),
+        ({"core": "gruu:8"}, r"PPO.core='gruu:8': use one of gru, .* None, your own .* \(did you mean 'gru'\?\)"),
+        ({"core": 8}, "PPO.core=8: use one of gru, lstm, min_gru, lru, gtrxl, None, your own object, or MODULE:NAME of one$"),
+        ({"core": "gru:layers=2"}, "PPO.core: gru takes size=64$"),
+        ({"core": "lstm:wide"}, "PPO.core.size='wide': use an integer of at least 1$"),
+        ({"core": "gtrxl:context=0"}, "PPO.core.context=0: use an integer of at least 1$"),
+        ({"core": "gtrxl:8,heads=3"}, "PPO.core.size=8 is not an even multiple of heads=3; use 6$"),
+        ({"core.size": 8}, "PPO.core.size=8: core is None, which has no size; leave it out, or give core='gru' or .* too"),
+        ({"core": nn.GRUCell(8), "core.size": 8}, r"PPO.core.size=8: core is GRUCell\(.*\), which has no size; leave it out"),
+        ({"core": "cores:own", "core.size": 8}, "PPO.core.size=8: core is cores:own, which has no size; leave it out"),
     ],
 )
-def test_a_size_behind_the_name_of_a_core_is_no_module(core, message):
-    with pytest.raises(ValueError, match=message):
-        algorithms.make("a2c", {"core": core})
-    with pytest.raises(ValueError, match=message):
-        algorithms.build(algorithms.A2C(core=core), envs.make("CartPole-v1"))
-    algorithms.make("a2c", {"core": "gtrxl:context=8"})
+def test_what_is_no_core_is_refused_with_its_place_and_a_remedy(fields, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make("ppo", fields)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"R2D2\.core=None: use one of gru"):
+        R2D2(core=None)
 
 
 def test_a_config_alone_makes_no_core():
-    with pytest.raises(ValueError, match=r"core='gru' is made by msrl_jax\.algorithms\.build"):
-        algorithms.PPO(core="gru").build(envs.make("CartPole-v1"))
+    for core, message in (("cores:own", r"core='cores:own' is not resolved yet; call"), ("gru", "core=GRU is made by")):
+        with pytest.raises(ValueError, match=rf"{message} msrl_jax\.algorithms\.build"):
+            PPO(core=core).build(envs.make("CartPole-v1"))
+    resolved = objects(PPO(core="gru")).core
+    assert PPO(core=resolved).core is resolved  # so that the build of one config may make another

@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.nonfinite import Failure
 from msrl_jax.nonfinite.origin import find_origin
-from msrl_jax.nonfinite.search import explain
+from msrl_jax.nonfinite.search import explain_finding
 from msrl_jax.run import DivergedError
 from msrl_jax.run.loop.guard import Finding
 from tests.support.guarded_envs import Faulty
@@ -130,6 +130,6 @@ def test_the_finding_stays_where_no_temporary_file_can_be_written(monkeypatch):
     found = SimpleNamespace(iteration=3, member=None, origin=SimpleNamespace(fragment="learn"))
     monkeypatch.setattr("msrl_jax.nonfinite.search._failure", lambda run, guard: found)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    told = explain(SimpleNamespace(path=None), Finding("loss", None, 4, None), None)
+    told = explain_finding(SimpleNamespace(path=None), Finding("loss", None, 4, None), None)
     assert (told.iteration, told.failure, told.replay) == (3, found, None)
     assert told.note.startswith("The step could not be written: ") and "/nowhere" in told.note

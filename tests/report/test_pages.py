@@ -9,7 +9,7 @@ import pytest
 
 from msrl_jax import cli
 from msrl_jax.report import pages
-from msrl_jax.report.pages import Row, curve, rows, write_pages
+from msrl_jax.report.pages import ResultRow, curve, rows, write_pages
 from msrl_jax.run import recipes
 from msrl_jax.run.recipes import Recipe, Record
 
@@ -136,7 +136,7 @@ def test_a_suite_says_which_variant_is_better(mine, records, tmp_path):
 
 def test_suites_are_found_by_the_environment():
     def suite(env):
-        return Row(Recipe("mine", Path(), "", VALUES | {"env": env}), RECORD, ()).suite
+        return ResultRow(Recipe("mine", Path(), "", VALUES | {"env": env}), RECORD, ()).suite
 
     found = [suite(env) for env in ("Pendulum-v1", "Breakout-MinAtar", "craftax:Craftax-Symbolic-v1", "gymnasium:Hopper-v5")]
     assert found == ["Classic control", "MinAtar", "Craftax", "Gymnasium"]

@@ -15,7 +15,7 @@ from msrl_jax import cli, envs
 from msrl_jax.algorithms import A2C
 from msrl_jax.cli import command_line, commands, launch
 from msrl_jax.fragments.plan.kernels import Launches
-from msrl_jax.report.scaling import format_table, plans
+from msrl_jax.report.scaling import format_plans, plans
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from benchmarks import scaling as script
@@ -64,7 +64,7 @@ def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_
 
 
 def test_the_table_shows_every_placement(apart):
-    text = format_table(apart[:1])
+    text = format_plans(apart[:1])
     assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
 
 
@@ -75,9 +75,9 @@ def test_launches_are_a_column_if_all_plans_count_them(apart):
     counted = dataclasses.replace(row, plan=dataclasses.replace(row.plan, programs=programs))
     runs = {name: sum(p.runs for p in programs if p.placement == name) for name in counts}
     assert runs == {"actors": 1, "learners": 1} and counted.to_dict()["launches"] == {"actors": 20 * 63, "learners": 9}
-    text = " ".join(format_table([counted, counted]).split())
+    text = " ".join(format_plans([counted, counted]).split())
     assert "launches" in text and text.count("actors 1,260, learners 9") == 2
-    assert "launches" not in format_table([counted, row])
+    assert "launches" not in format_plans([counted, row])
 
 
 def explain(capsys, *flags):

@@ -16,7 +16,7 @@ from msrl_jax.report.timeline import (
     activities,
     divided,
     in_perfetto,
-    record,
+    record_spans,
     without_overhead,
 )
 
@@ -90,7 +90,7 @@ def traced():
     x = jnp.ones((64, 64)) / 64
     compiled = looped.lower(x).compile()
     jax.block_until_ready(compiled(x))
-    spans, number = record(lambda: jax.block_until_ready(compiled(x)))
+    spans, number = record_spans(lambda: jax.block_until_ready(compiled(x)))
     return spans, number, compiled.as_text()
 
 
@@ -120,4 +120,4 @@ def test_the_trace_of_perfetto_has_all_spans(traced):
 
 def test_there_is_one_trace_at_a_time(tmp_path):
     with jax.profiler.trace(tmp_path), pytest.raises(RuntimeError, match=r"another profiler is active: .* Stop it first"):
-        record(lambda: None)
+        record_spans(lambda: None)

@@ -12,7 +12,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.algorithms import Progress
 from msrl_jax.fragments.counters import counter
-from msrl_jax.loops.trajectory import Trajectory, estimate
+from msrl_jax.loops.trajectory import Trajectory, advantages_and_targets
 from msrl_jax.rnd import A2CRND, IMPALARND
 from msrl_jax.rnd.distillation import random_network_distillation
 from tests.support.random_walk import RandomWalk
@@ -89,8 +89,8 @@ def test_a_bonus_is_added_to_advantages_and_not_to_what_the_critic_learns():
     reward, value, after, bonus = np.float32(np.random.default_rng(1).normal(size=(4, T, E)))
     config = SimpleNamespace(normalize_advantage="none", discount=0.9, gae_lambda=0.8)
     t = Trajectory(obs[:-1], *[jnp.zeros((T, E))] * 2, reward, terminated, truncated)
-    plain, value_too, target, _ = estimate(config, t, value, after)
-    got, _, same_target, _ = estimate(config, t._replace(bonus=bonus), value, after)
+    plain, value_too, target, _ = advantages_and_targets(config, t, value, after)
+    got, _, same_target, _ = advantages_and_targets(config, t._replace(bonus=bonus), value, after)
     np.testing.assert_allclose(got, plain + bonus, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(same_target, target)
     np.testing.assert_allclose(target, value_too + plain, rtol=1e-6)

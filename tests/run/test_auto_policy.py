@@ -120,7 +120,7 @@ def test_policies_of_users_are_candidates_if_they_need_no_parameters(monkeypatch
 
 def test_a_request_to_stop_ends_the_measurement():
     with pytest.raises(KeyboardInterrupt, match="SIGINT, while a policy was chosen, so nothing was trained"):
-        auto_policy.resolved("auto", small(), None, print, lambda: "SIGINT")
+        auto_policy.resolve_policy("auto", small(), None, print, lambda: "SIGINT")
 
 
 UNKNOWN = [

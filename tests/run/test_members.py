@@ -15,9 +15,9 @@ PARTICULAR = {
     "a3c": {"num_workers": 4},
     "es": {},
     "impala": {},
-    "impala+memory": {"core": "gru", "memory_size": 5},
+    "impala+memory": {"core": "gru:5"},
     "pqn": {"num_epochs": 1, "num_minibatches": 2},
-    "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 5},
+    "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "core.size": 5},
 }
 
 

@@ -141,9 +141,9 @@ def is_gone(pids):
 
 def run_until_saved(launched, folder, *argv):
     """A run that has written a checkpoint, its output, and its processes."""
-    before = {c.iteration for c in checkpoint.complete(folder)}
+    before = {c.iteration for c in checkpoint.complete_checkpoints(folder)}
     launcher, output = launched(folder, *argv)
-    new = lambda: {c.iteration for c in checkpoint.complete(folder)} - before  # noqa: E731
+    new = lambda: {c.iteration for c in checkpoint.complete_checkpoints(folder)} - before  # noqa: E731
     wait_for(lambda: new() or launcher.poll() is not None, START, "the run writes no checkpoint")
     assert launcher.poll() is None, output()
     return launcher, output, children_of(launcher.pid)

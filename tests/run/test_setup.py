@@ -6,7 +6,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax._files import as_path
-from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
+from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, helpers
 from msrl_jax.run.loop.callbacks import check_callbacks
 
 SPECS = [
@@ -21,7 +21,7 @@ SPECS = [
 
 @pytest.mark.parametrize(("spec", "policy"), SPECS)
 def test_codecs_are_written_as_words_calls_and_dictionaries(spec, policy):
-    assert msrl.policies.get(spec) == policy == msrl.policies.get(base.spec(policy))
+    assert msrl.policies.get(spec) == policy == msrl.policies.get(helpers.spec(policy))
 
 
 @pytest.mark.parametrize("text", ["learners=1+1", "learners=[", "trajectory_codec={**x}"])

@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.algorithms import IQL, PPO, CustomNetworks
-from msrl_jax.search.space import Trial, choose, ranked, read_axes, rung_steps, survivors
+from msrl_jax.search.space import Trial, choose_trials, ranked, read_axes, rung_steps, survivors
 
 
 def axes_of(**fields):
@@ -56,7 +56,7 @@ def test_integers_stay_integers():
 
 def test_a_grid_has_all_combinations():
     axes = axes_of(learning_rate="log:1e-4:1e-2", num_envs=[8, 16])
-    chosen = choose(axes, "grid", 3, 0)
+    chosen = choose_trials(axes, "grid", 3, 0)
     np.testing.assert_allclose([row["learning_rate"] for row in chosen], np.repeat([1e-4, 1e-3, 1e-2], 2))
     assert [row["num_envs"] for row in chosen] == [8, 16] * 3
 
@@ -64,15 +64,15 @@ def test_a_grid_has_all_combinations():
 @pytest.mark.parametrize("method", ["random", "sobol"])
 def test_values_lie_within_bounds_and_follow_the_seed(method):
     axes = axes_of(learning_rate="log:1e-4:1e-2", gae_lambda=envs.uniform(0.9, 1.0))
-    chosen = choose(axes, method, 256, 0)
+    chosen = choose_trials(axes, method, 256, 0)
     rates, lambdas = (np.array([row[name] for row in chosen]) for name in ("learning_rate", "gae_lambda"))
     assert (rates >= 1e-4).all() and (rates <= 1e-2).all() and (lambdas >= 0.9).all() and (lambdas <= 1.0).all()
     assert 100 <= (rates < 1e-3).sum() <= 156, "half of them lie in each decade"
-    assert chosen == choose(axes, method, 256, 0) != choose(axes, method, 256, 1)
+    assert chosen == choose_trials(axes, method, 256, 0) != choose_trials(axes, method, 256, 1)
 
 
 def test_sobol_points_have_one_value_in_each_interval():
-    chosen = choose(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
+    chosen = choose_trials(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
     assert sorted(int(row["learning_rate"]) for row in chosen) == list(range(16))
     assert sorted(int(16 * row["gae_lambda"]) for row in chosen) == list(range(16))
 

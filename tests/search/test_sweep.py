@@ -21,7 +21,7 @@ from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.run import Experiment, RunFolderError, capacity
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search import trial_scheduler
-from msrl_jax.search.space import Trial, choose
+from msrl_jax.search.space import Trial, choose_trials
 from tests.support import processes
 
 from .test_space import axes_of
@@ -70,12 +70,12 @@ MISTAKES = [
 
 
 def test_a_field_without_effect_in_some_trials_is_refused():
-    message = r"trial 0 \(core=none\): SAC.burn_in has no effect with core='none'; leave it out"
+    message = r"trial 0 \(core=none\): SAC.burn_in has no effect without a core; leave it out"
     with pytest.raises(ValueError, match=message):
         msrl.sweep("sac", "Pendulum-v1", method="grid", core=["none", "gru"], burn_in=2)
-    with pytest.raises(ValueError, match=r"trial 1 \(core=gru\): A2C.shared_torso has no effect with core='gru'; leave it out"):
+    with pytest.raises(ValueError, match=r"trial 1 \(core=gru\): A2C.shared_torso has no effect with core=GRU; leave it out"):
         msrl.sweep("a2c", ENV, method="grid", core=["none", "gru"], shared_torso=True)
-    with pytest.raises(ValueError, match=r"SAC.burn_in has no effect with core='none'; leave it out"):
+    with pytest.raises(ValueError, match=r"SAC.burn_in has no effect without a core; leave it out"):
         msrl.sweep("sac", "Pendulum-v1", method="grid", tau=[0.01, 0.1], burn_in=2)
 
 
@@ -111,7 +111,7 @@ def test_the_command_trains_the_best_setting(swept, tiny):
 
 
 def test_numbers_of_the_command_are_exact(tiny):
-    (rate,) = (row["learning_rate"] for row in choose(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
+    (rate,) = (row["learning_rate"] for row in choose_trials(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
     assert len(repr(rate)) > 15
     about = {
         "algorithm": "ppo", "class": "msrl_jax.algorithms.ppo:PPO", "env_spec": ENV, "policy": "GPUOnly", "seed": 0,

@@ -102,7 +102,7 @@ def plain_rollout(agent, state, shared):
 def plain_update(agent, config, state, rollout, shared):
     """Advantages by a loop; then, for every network, one optax update per minibatch, from a loss written out here."""
     obs, joint, is_first, action, log_prob, value, future, reward, terminated, truncated, valid = rollout
-    learner, recurrent = state.teams["agents"], config.core != "none"
+    learner, recurrent = state.teams["agents"], config.core is not None
     _, *epoch_keys = jax.random.split(learner.key, config.num_epochs + 1)
     if recurrent:  # one environment of every group of adjacent ones
         groups = np.arange(E).reshape(-1, MINIBATCHES)

@@ -1,6 +1,6 @@
 """What the instructions of a program depend on."""
 
-from msrl_jax.fragments.passes.instructions import Run, walk
+from msrl_jax.fragments.passes.instructions import RunProgram, walk
 
 
 def dependencies(program, staleness):
@@ -11,7 +11,7 @@ def dependencies(program, staleness):
         here = dict(held)
         for i, _ in walk(program.instructions):
             before = frozenset().union(*(here.get(v, frozenset()) for v in i.reads()))
-            if isinstance(i, Run):
+            if isinstance(i, RunProgram):
                 for fragment in i.fragments:
                     depends[iteration, fragment] = before
                 before |= {(iteration, f) for f in i.fragments}

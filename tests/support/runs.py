@@ -23,16 +23,16 @@ RUNS = {
     ),
     "recurrent_ppo": (
         "recurrent_ppo", ENV,
-        {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 4},
+        {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "core.size": 4},
     ),
     "dqn": ("dqn", ENV, _OFF | {"replay.priorities": "prioritized", "replay.n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
     "sac+gru": (
         "sac", "Pendulum-v1",
-        _OFF | {"replay.learning_starts": 128, "core": "gru", "memory_size": 4, "burn_in": 2, "trace_length": 4},
+        _OFF | {"replay.learning_starts": 128, "core": "gru:4", "burn_in": 2, "trace_length": 4},
     ),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
-    "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru", "memory_size": 4}),
+    "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru:4"}),
 }  # fmt: skip
 """Algorithm, environment and config of each run."""
 

@@ -11,14 +11,13 @@ SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 
 PARTICULAR = {
     "ppo": {"num_epochs": 2, "num_minibatches": 2},
-    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
-    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
-    "recurrent_ppo+lru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "lru"},
+    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "core.size": 16},
+    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "core": "min_gru:16"},
+    "recurrent_ppo+lru": {"num_epochs": 2, "num_minibatches": 2, "core": "lru:16"},
     "recurrent_ppo+gtrxl": {
         "num_epochs": 2,
         "num_minibatches": 2,
-        "memory_size": 16,
-        "core": "gtrxl:layers=1,heads=2,context=4",
+        "core": "gtrxl:16,layers=1,heads=2,context=4",
     },
     "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": Fading()},
     "a3c": {"num_workers": 8},
@@ -58,7 +57,7 @@ PARTICULAR = {
         "batch_size": 64,
         "num_updates": 2,
         "replay.capacity": 4096,
-        "memory_size": 16,
+        "core.size": 16,
         "burn_in": 2,
         "trace_length": 4,
         "replay.n_step": 3,
@@ -95,14 +94,14 @@ for _name, _options in CRITICS.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
 for _name in ("ppo", "impala"):
     PARTICULAR[f"{_name}_rnd"] = PARTICULAR.get(_name, {})
-PARTICULAR["a2c+memory"] = PARTICULAR["a2c_rnd"] = {"core": "lstm", "memory_size": 16}
-PARTICULAR["ppo_rnd+memory"] = PARTICULAR["ppo"] | {"core": "gru", "memory_size": 16}
-PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru", "memory_size": 16}
-PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru", "memory_size": 16}
-PARTICULAR["pqn+memory"] = PARTICULAR["pqn"] | {"core": "gru", "memory_size": 16}
-PARTICULAR["a2c+privileged"] = {"core": "gru", "memory_size": 16}
+PARTICULAR["a2c+memory"] = PARTICULAR["a2c_rnd"] = {"core": "lstm:16"}
+PARTICULAR["ppo_rnd+memory"] = PARTICULAR["ppo"] | {"core": "gru:16"}
+PARTICULAR["a3c+memory"] = PARTICULAR["a3c"] | {"core": "min_gru:16"}
+PARTICULAR["impala+memory"] = PARTICULAR["impala+replay"] | {"core": "gru:16"}
+PARTICULAR["pqn+memory"] = PARTICULAR["pqn"] | {"core": "gru:16"}
+PARTICULAR["a2c+privileged"] = {"core": "gru:16"}
 PARTICULAR["r2d2+lru"] = PARTICULAR["r2d2"] | {"core": "lru"}
-_WINDOWS = {"memory_size": 16, "burn_in": 2, "trace_length": 4}
+_WINDOWS = {"core.size": 16, "burn_in": 2, "trace_length": 4}
 PARTICULAR["sac+gru"] = PARTICULAR["sac"] | _WINDOWS | {"core": "gru", "normalize_observations": True}
 PARTICULAR["td3+lru"] = PARTICULAR["td3"] | _WINDOWS | {"core": "lru", "replay.n_step": 2}
 for _name in ("ppo", "recurrent_ppo", "sac"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, output_shapes, to_32_bit
+from msrl_jax.envs.base import Environment, NamedEnvironment, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.wrappers import TimeLimit
 from msrl_jax.fragments.support.checks import whole
@@ -34,7 +34,7 @@ def limited(env: Any, name: str, episode_length: int, action_repeat: int) -> Env
     return TimeLimit(BraxEnvironment(env, name, action_repeat), -(-episode_length // action_repeat))
 
 
-class BraxEnvironment(Named):
+class BraxEnvironment(NamedEnvironment):
     """An environment of Brax, or of a suite with Brax's states, without wrappers.
 
     If observations are {"state", "privileged_state"}, as in parts of Playground, actors see the first and critics the second.

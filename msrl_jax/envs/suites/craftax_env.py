@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named, PyTree, Stepped, output_shapes, to_32_bit
+from msrl_jax.envs.base import NamedEnvironment, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
@@ -31,7 +31,7 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     return ResetPool(CraftaxEnvironment(env, common.replace(full, env.default_params, values), full), reset_ratio)
 
 
-class CraftaxEnvironment(Named):
+class CraftaxEnvironment(NamedEnvironment):
     """An environment of Craftax without its automatic reset; `params` are its `EnvParams`.
 
     Death, lava and defeating the last boss terminate an episode; `max_timesteps` truncates it. The metrics are the

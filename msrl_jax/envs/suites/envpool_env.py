@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named
+from msrl_jax.envs.base import NamedEnvironment
 from msrl_jax.envs.episode_metrics import Reduction, read_declared
-from msrl_jax.envs.host_simulators import HostVectorized, Outcome, Stepping
+from msrl_jax.envs.host_simulators import HostStep, HostVectorized, Stepping
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.gymnasium_env import converted
 from msrl_jax.fragments.support.checks import suggestion, whole
@@ -48,7 +48,7 @@ def _reports(spec: Any) -> list[str]:
     return ["elapsed_step", *(key for key in named if key != "env_id")]
 
 
-class EnvPoolEnvironment(Named):
+class EnvPoolEnvironment(NamedEnvironment):
     """Environments that EnvPool steps in its own threads.
 
     Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here, that reset is
@@ -113,13 +113,13 @@ class Pools:
             self._action_dtype = self._pool.action_space.dtype
             return self._observed(self._pool.reset()[0])
 
-    def start(self, action: np.ndarray) -> Callable[[], Outcome]:
+    def start(self, action: np.ndarray) -> Callable[[], HostStep]:
         """See `Simulators`."""
         assert self._pool is not None
         pool, numbers = self._pool, np.arange(self._num_envs, dtype=np.int32)
         pool.send(np.asarray(action, self._action_dtype), numbers)
 
-        def finish() -> Outcome:
+        def finish() -> HostStep:
             obs, reward, terminated, truncated, info = pool.recv()
             order = np.argsort(info["env_id"])
             final_obs = jax.tree.map(lambda x: x[order], self._observed(obs))
@@ -132,6 +132,6 @@ class Pools:
                 for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
                     x[ended] = new
             valid = np.ones(len(numbers), bool)
-            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, valid, metrics)
+            return HostStep(obs, reward.astype(np.float32), terminated, truncated, final_obs, valid, metrics)
 
         return finish

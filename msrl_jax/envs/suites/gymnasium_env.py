@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named
+from msrl_jax.envs.base import NamedEnvironment
 from msrl_jax.envs.episode_metrics import Reduction, read_declared
 from msrl_jax.envs.host_simulators import HostVectorized, Stepping
 from msrl_jax.envs.simulate import layout_of, measured
@@ -54,7 +54,7 @@ def make(
 
 @entry
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class GymnasiumEnvironment(Named):
+class GymnasiumEnvironment(NamedEnvironment):
     """Environments that a function makes, in worker processes on this machine.
 
     A worker resets an environment in the step that ends its episode. The seed of every episode is derived from the

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.envs.base import Named
+from msrl_jax.envs.base import NamedEnvironment
 from msrl_jax.envs.suites.common import loaded_at_first_use
 from msrl_jax.fragments.support.checks import shown
 
@@ -40,7 +40,7 @@ _DRAWN = (
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
-class GymnaxEnvironment(Named):
+class GymnaxEnvironment(NamedEnvironment):
     """A gymnax environment with its parameters, by default gymnax's, without automatic reset.
 
     To reproduce gymnax's `step` with one key, split the key with `jax.random.split`, call `step` with the first half, and

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, Named, PyTree, Stepped, output_shapes, to_32_bit
+from msrl_jax.envs.base import Environment, NamedEnvironment, PyTree, Stepped, output_shapes, to_32_bit
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
@@ -61,7 +61,7 @@ class JumanjiState(NamedTuple):
     extras: dict[str, jax.Array]
 
 
-class _Adapter(Named):
+class _Adapter(NamedEnvironment):
     """Base class for single-agent and multi-agent environments; `action_mask` exists only if the suite has legal actions.
 
     The metrics are the scalars that the suite reports in addition to rewards, such as `solved`: the last of an episode.

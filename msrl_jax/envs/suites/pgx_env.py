@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MultiAgentEnvironment, Named, PyTree, Stepped, output_shapes
+from msrl_jax.envs.base import MultiAgentEnvironment, NamedEnvironment, PyTree, Stepped, output_shapes
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
 
@@ -29,7 +29,7 @@ _NOT_SEARCHED = ("backgammon", "kuhn_poker", "leduc_holdem")
 """Games with dice or hidden cards."""
 
 
-class PgxGame(Named):
+class PgxGame(NamedEnvironment):
     """A game of two players who move alternately.
 
     There is one more action than in the game, "wait": the only legal action of the player who is not to move. Pgx chooses at

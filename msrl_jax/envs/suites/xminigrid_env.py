@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Named, PyTree, Stepped, to_32_bit
+from msrl_jax.envs.base import NamedEnvironment, PyTree, Stepped, to_32_bit
 from msrl_jax.envs.suites import common
 
 
@@ -49,7 +49,7 @@ class XMiniGridState(NamedTuple):
     success: jax.Array
 
 
-class XMiniGridEnvironment(Named):
+class XMiniGridEnvironment(NamedEnvironment):
     """An environment of XLand-MiniGrid without automatic reset.
 
     Observations are the tiles that the agent sees, `[view_size, view_size, 2]` uint8: a kind and a color, each as a number.

@@ -28,7 +28,7 @@ from msrl_jax.fragments.graph.nodes import Graph, Node, Region
 from msrl_jax.fragments.placement import HOST, Layout, Placement
 
 
-def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
+def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
     """Builds the graph of a traced training iteration, the jaxpr of `state -> (state, metrics)`.
 
     Calls that span placements (a fragment that contains fragments of another placement, a `jit`) are inlined; scans that span

@@ -30,7 +30,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunProgram:
     """Runs one XLA program."""
 
     name: str  # the joined names of its fragments
@@ -157,7 +157,7 @@ class Free:
 
 
 @dataclass(frozen=True, eq=False)
-class Carry:
+class LoopCarry:
     """A value that a loop carries."""
 
     init: Value  # its value before the loop
@@ -172,7 +172,7 @@ class Loop:
 
     length: int  # number of repetitions
     reverse: bool  # whether rows are visited in reverse
-    carry: tuple[Carry, ...]  # values that change between repetitions, including buffers of stacked results
+    carry: tuple[LoopCarry, ...]  # values that change between repetitions, including buffers of stacked results
     consts: tuple[Value, ...]  # outer values that the body reads, including stacked inputs
     indices: tuple[Value, ...]  # the row number at each placement that needs it
     body: tuple["Instruction", ...]
@@ -191,7 +191,7 @@ class Loop:
         return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
 
 
-Instruction: TypeAlias = Run | HostCall | Move | Alloc | Free | Loop
+Instruction: TypeAlias = RunProgram | HostCall | Move | Alloc | Free | Loop
 
 
 @dataclass(frozen=True, eq=False)

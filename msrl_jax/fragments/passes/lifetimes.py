@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.passes.instructions import Free, Instruction, Loop, LoopCarry, Move, RunProgram, Schedule, Value
 
 
 def add_lifetimes(schedule: Schedule) -> Schedule:
@@ -67,7 +67,7 @@ def _with_lifetimes(
         before: list[Instruction] = []
         if isinstance(i, Loop):
             i, before, consumed = _give(i, live, owned, copied)
-        elif isinstance(i, Run):
+        elif isinstance(i, RunProgram):
             i = replace(i, donated=_donated(i, live, owned))
             consumed = {i.inputs[k] for k in i.donated} | {b for b, _ in i.writes}
         dead = {v for v in [*i.reads(), *i.makes()] if v in owned and v not in live and v not in consumed}
@@ -96,7 +96,7 @@ def _give(
     """Copies the initial values that a loop may not consume."""
     before: list[Instruction] = []
     given: set[Value] = set()
-    carry: list[Carry] = []
+    carry: list[LoopCarry] = []
     for c in loop.carry:
         init = c.init
         if init in live or init not in owned or init in loop.consts or init in given:
@@ -106,7 +106,7 @@ def _give(
     return replace(loop, carry=tuple(carry)), before, given
 
 
-def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
+def _donated(run: RunProgram, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
     """Positions of inputs that are not read later and whose memory a result can reuse."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msrl_jax._compat import Var
 from msrl_jax.fragments.graph.nodes import Graph, Region
 from msrl_jax.fragments.passes.grouping import group_nodes
-from msrl_jax.fragments.passes.placing import Partition, Placing
+from msrl_jax.fragments.passes.placing import Partition, place
 from msrl_jax.fragments.placement import Placement
 
 
@@ -17,12 +17,12 @@ def partition(graph: Graph, default: Placement) -> Partition:
 def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
     """The partition of a region; `registers` has the carried variables whose homes are given."""
     loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
-    placing = Placing(region, registers, loops, default)
-    carry_placements = [placing.home[v] for v in region.carry]
+    places = place(region, registers, loops, default)
+    carry_placements = [places.home[v] for v in region.carry]
     available_at = dict(zip(region.carry, carry_placements, strict=True))
-    available_at |= {v: placing.made_at(node, i) for node in region.nodes for i, v in enumerate(node.eqn.outvars)}
-    needed = {v: placing.needed_at([v]) for v in region.inputs}
+    available_at |= {v: places.made_at(node, i) for node in region.nodes for i, v in enumerate(node.eqn.outvars)}
+    needed = {v: places.needed_at([v]) for v in region.inputs}
     for out in region.results:
-        if isinstance(out, Var) and (out in region.consts or out in region.xs) and out not in placing.readers:
+        if isinstance(out, Var) and (out in region.consts or out in region.xs) and out not in places.readers:
             needed[out] = [default]
-    return Partition(region, group_nodes(region, placing.places), available_at, needed, carry_placements, loops)
+    return Partition(region, group_nodes(region, places.nodes), available_at, needed, carry_placements, loops)

@@ -5,7 +5,7 @@ computes it locally. Other glue runs where its inputs are made. A node with effe
 even if no program reads its results.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -57,54 +57,25 @@ class Partition:
         return list(dict.fromkeys(p for p in found if p is not None)) or [next(self.program_placements())]
 
 
-class Placing:
-    """The placements of each node of a region and of each carried variable.
+_Reader: TypeAlias = Node | Var | Sequence[Placement]
+"""A reader of a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
 
-    Attributes:
-      places: the placements of a node; only free glue has several.
-      home: the placements that keep a carried variable between repetitions.
-      free: the variables that depend on no placed fragment.
-      readers: what reads each variable.
-    """
 
-    def __init__(
-        self, region: Region, registers: Mapping[Var, list[Placement]], loops: Mapping[Node, Partition], default: Placement
-    ):
-        """Places everything.
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The placements of the nodes and the carried variables of a region. Each step of `place` adds some."""
 
-        Args:
-          region: the region.
-          registers: the carried variables whose homes are given.
-          loops: the opened loops of the region, which are placed already.
-          default: the placement of what nothing else places.
-        """
-        self.region, self.loops, self.default = region, loops, default
-        self.free = _replicable(region, registers)
-        self.readers = _readers(region, loops)
-        # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
-        self.places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
-        self.home: dict[Var, list[Placement]] = dict(registers)
-        self._place_dependents()
-        # 2. A node with effects runs once, where it is read first.
-        for node in region.nodes:
-            if node.is_glue and node.has_effects and node not in self.places:
-                self.places[node] = [self._first_reader(node) or default]
-                self._place_dependents()
-        # 3. Free glue is wherever it is needed. Readers come first, so that only carried values take more than one round.
-        free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in self.places]
-        self._place_where_needed(free_glue)
-        # 4. What no placed node needs is at the default placement, with what it reads.
-        for var in region.carry:
-            self.home.setdefault(var, [default])
-        self._place_what_is_left(free_glue)
-        self.home = {v: one_per_mesh(at) for v, at in self.home.items()}
+    nodes: dict[Node, list[Placement]]  # only free glue has several
+    home: dict[Var, list[Placement]]  # the placements that keep a carried variable between repetitions
+    loops: Mapping[Node, Partition]  # the opened loops of the region, which are placed already
+    readers: Mapping[Var, Sequence[_Reader]]  # what reads each variable
 
     def needed_at(self, variables: Iterable[Var]) -> list[Placement]:
         """The placements that read some variables."""
         found: dict[Placement, None] = {}
         for reader in (r for v in variables for r in self.readers.get(v, ())):
             if isinstance(reader, Node):
-                reader = self.places.get(reader, ())
+                reader = self.nodes.get(reader, ())
             elif isinstance(reader, Var):
                 reader = self.home.get(reader, ())
             found.update(dict.fromkeys(reader))
@@ -112,75 +83,114 @@ class Placing:
 
     def made_at(self, node: Node, i: int) -> list[Placement]:
         """The placements that have a node's i-th result; none if the node is not placed yet."""
-        return self.loops[node].result_placements(i) if node in self.loops else self.places.get(node, [])
+        return self.loops[node].result_placements(i) if node in self.loops else self.nodes.get(node, [])
 
-    def _place_dependents(self) -> None:
-        """Glue that depends on a placed node runs where its inputs are made.
 
-        Among several placements, it uses the one that waits for the others anyway; elsewhere, it would delay the next program.
-        """
-        producers, depth = self.region.producers, _depth(self.region)
+def place(
+    region: Region, registers: Mapping[Var, list[Placement]], loops: Mapping[Node, Partition], default: Placement
+) -> Places:
+    """Places the nodes and the carried variables of a region.
 
-        def located(atom: Atom) -> list[Placement]:
-            if isinstance(atom, Literal) or atom in self.free:
-                return []
-            node = producers.get(atom)
-            return self.home.get(atom, []) if node is None else self.made_at(node, node.eqn.outvars.index(atom))
+    Args:
+      region: the region.
+      registers: the carried variables whose homes are given.
+      loops: the opened loops of the region, which are placed already.
+      default: the placement of what nothing else places.
+    """
+    # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
+    fragments = {n: [n.placement] for n in region.nodes if n.placement is not None}
+    places = Places(fragments, dict(registers), loops, _readers(region, loops))
+    free = _replicable(region, registers)
+    _place_dependents(places, region, free)
+    # 2. A node with effects runs once, where it is read first.
+    for node in region.nodes:
+        if node.is_glue and node.has_effects and node not in places.nodes:
+            places.nodes[node] = [_first_reader(places, region, node) or default]
+            _place_dependents(places, region, free)
+    # 3. Free glue is wherever it is needed. Readers come first, so that only carried values take more than one round.
+    free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in places.nodes]
+    free_carry = [v for v in region.carry if v in free]
+    _place_where_needed(places, free_glue, free_carry)
+    # 4. What no placed node needs is at the default placement, with what it reads.
+    for var in region.carry:
+        places.home.setdefault(var, [default])
+    results = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
+    _place_what_is_left(places, free_glue, free_carry, results, default)
+    places.home.update({v: one_per_mesh(at) for v, at in places.home.items()})
+    return places
 
-        changed = True
-        while changed:
-            changed = False
-            for node in self.region.nodes:
-                if not node.is_glue or node in self.places:
-                    continue
-                sources = [a for a in node.eqn.invars if located(a)]
-                if sources:
-                    deepest = max(sources, key=lambda a: depth.get(a, 0))
-                    self.places[node] = located(deepest)[:1]
-                    changed = True
-            for var, out in zip(self.region.carry, self.region.next_carry, strict=True):
-                if var not in self.home and var not in self.free and (at := located(out)):
-                    self.home[var] = at
-                    changed = True
 
-    def _place_where_needed(self, free_glue: Sequence[Node]) -> None:
-        """Free glue and free carry go wherever they are needed. This ends, because sets of placements only grow."""
-        self.places.update({node: [] for node in free_glue})
-        while True:
-            before = [self.places[n] for n in free_glue], dict(self.home)
-            for node in free_glue:
-                self.places[node] = self.needed_at(node.eqn.outvars)
-            self.home.update({v: at for v in self.region.carry if v in self.free and (at := self.needed_at([v]))})
-            if before == ([self.places[n] for n in free_glue], self.home):
-                return
+def _place_dependents(places: Places, region: Region, free: Set[Atom]) -> None:
+    """Glue that depends on a placed node runs where its inputs are made.
 
-    def _place_what_is_left(self, free_glue: Sequence[Node]) -> None:
-        """Glue that only a counter or a metric needs runs at the default placement, and what it reads is there, too."""
-        wanted = {a for a in [*self.region.next_carry, *self.region.results] if isinstance(a, Var)}
-        grew = True
-        while grew:
-            grew = False
-            for node in free_glue:
-                at = list(dict.fromkeys([*self.places[node], *self.needed_at(node.eqn.outvars)]))
-                if not at and any(v in wanted for v in node.eqn.outvars):
-                    at = [self.default]
-                if at != self.places[node]:
-                    self.places[node], grew = at, True
-            for var in self.region.carry:
-                at = list(dict.fromkeys([*self.home[var], *self.needed_at([var])]))
-                if var in self.free and at != self.home[var]:
-                    self.home[var], grew = at, True
+    Among several placements, it uses the one that waits for the others anyway; elsewhere, it would delay the next program.
+    """
+    producers, depth = region.producers, _depth(region)
 
-    def _first_reader(self, node: Node) -> Placement | None:
-        """The placement of the first placed node that reads a node's results, directly or through glue, if any."""
-        reached = set(node.eqn.outvars)
-        for reader in self.region.nodes:
-            if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
+    def located(atom: Atom) -> list[Placement]:
+        if isinstance(atom, Literal) or atom in free:
+            return []
+        node = producers.get(atom)
+        return places.home.get(atom, []) if node is None else places.made_at(node, node.eqn.outvars.index(atom))
+
+    changed = True
+    while changed:
+        changed = False
+        for node in region.nodes:
+            if not node.is_glue or node in places.nodes:
                 continue
-            if reader in self.places:
-                return self.places[reader][0]
-            reached.update(reader.eqn.outvars)
-        return None
+            sources = [a for a in node.eqn.invars if located(a)]
+            if sources:
+                deepest = max(sources, key=lambda a: depth.get(a, 0))
+                places.nodes[node] = located(deepest)[:1]
+                changed = True
+        for var, out in zip(region.carry, region.next_carry, strict=True):
+            if var not in places.home and var not in free and (at := located(out)):
+                places.home[var] = at
+                changed = True
+
+
+def _place_where_needed(places: Places, free_glue: Sequence[Node], free_carry: Sequence[Var]) -> None:
+    """Free glue and free carry go wherever they are needed. This ends, because sets of placements only grow."""
+    places.nodes.update({node: [] for node in free_glue})
+    while True:
+        before = [places.nodes[n] for n in free_glue], dict(places.home)
+        for node in free_glue:
+            places.nodes[node] = places.needed_at(node.eqn.outvars)
+        places.home.update({v: at for v in free_carry if (at := places.needed_at([v]))})
+        if before == ([places.nodes[n] for n in free_glue], places.home):
+            return
+
+
+def _place_what_is_left(
+    places: Places, free_glue: Sequence[Node], free_carry: Sequence[Var], results: Set[Var], default: Placement
+) -> None:
+    """Glue that only a counter or a metric needs runs at the default placement, and what it reads is there, too."""
+    grew = True
+    while grew:
+        grew = False
+        for node in free_glue:
+            at = list(dict.fromkeys([*places.nodes[node], *places.needed_at(node.eqn.outvars)]))
+            if not at and any(v in results for v in node.eqn.outvars):
+                at = [default]
+            if at != places.nodes[node]:
+                places.nodes[node], grew = at, True
+        for var in free_carry:
+            at = list(dict.fromkeys([*places.home[var], *places.needed_at([var])]))
+            if at != places.home[var]:
+                places.home[var], grew = at, True
+
+
+def _first_reader(places: Places, region: Region, node: Node) -> Placement | None:
+    """The placement of the first placed node that reads a node's results, directly or through glue, if any."""
+    reached = set(node.eqn.outvars)
+    for reader in region.nodes:
+        if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
+            continue
+        if reader in places.nodes:
+            return places.nodes[reader][0]
+        reached.update(reader.eqn.outvars)
+    return None
 
 
 def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
@@ -206,10 +216,6 @@ def _depth(region: Region) -> dict[Atom, int]:
         before = max((depth.get(a, 0) for a in node.eqn.invars if isinstance(a, Var)), default=0)
         depth.update(dict.fromkeys(node.eqn.outvars, before + (not node.is_glue)))
     return depth
-
-
-_Reader: TypeAlias = Node | Var | Sequence[Placement]
-"""A reader of a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
 
 
 def _readers(region: Region, loops: Mapping[Node, Partition]) -> dict[Var, list[_Reader]]:

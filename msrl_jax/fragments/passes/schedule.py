@@ -11,7 +11,17 @@ from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_o
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.nodes import Graph, Node, Packed
 from msrl_jax.fragments.passes.grouping import ProgramNodes
-from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.passes.instructions import (
+    Alloc,
+    HostCall,
+    Instruction,
+    Loop,
+    LoopCarry,
+    Move,
+    RunProgram,
+    Schedule,
+    Value,
+)
 from msrl_jax.fragments.passes.placing import Partition
 from msrl_jax.fragments.placement import Placement, one_per_mesh
 
@@ -80,7 +90,7 @@ class _Row:
 class _Buffer:
     """The buffer of a stacked result of a loop: the program that makes a row writes it there."""
 
-    carry: Carry  # the buffer, carried through the loop
+    carry: LoopCarry  # the buffer, carried through the loop
     row: Atom  # in the body
     placement: Placement
 
@@ -153,7 +163,7 @@ class _Emitter:
         value = self.names.new(aval(var), placement, row.stacked.label)
         self.emit_moves()
         self.out.append(
-            Run("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
+            RunProgram("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
                 index=self.index(placement))
         )  # fmt: skip
         return value
@@ -183,7 +193,7 @@ class _Emitter:
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
         name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
         self.out.append(
-            Run(name, placement, make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
+            RunProgram(name, placement, make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
                 inputs, outputs, rows, tuple(pair for _, pair in written),
                 self.index(placement) if rows or written else None, (), fragments,
                 frozenset().union(*(n.roles for n in group.nodes)))
@@ -213,7 +223,7 @@ class _Emitter:
                 value = self.value_at(atom, p)
                 outer[value] = None
                 body.table[var, p.mesh] = _Row(value) if var in region.xs else value
-        before: list[tuple[Value, Value, Value]] = []  # init, body_in and result of each `Carry`
+        before: list[tuple[Value, Value, Value]] = []  # init, body_in and result of each `LoopCarry`
         for var, atom, result, placements in zip(
             region.carry, init, node.eqn.outvars[:num_carry], inner.carry_placements, strict=True
         ):
@@ -229,7 +239,7 @@ class _Emitter:
         pairs = zip(region.next_carry, inner.carry_placements, strict=True)
         after = [body.value_at(a, p) for a, placements in pairs for p in placements]
         body.emit_moves()
-        carry = [Carry(init, body_in, out, result) for (init, body_in, result), out in zip(before, after, strict=True)]
+        carry = [LoopCarry(init, body_in, out, result) for (init, body_in, result), out in zip(before, after, strict=True)]
         carry += [b.carry for b in buffers]
         indices = tuple(body.indices.values())
         self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
@@ -245,7 +255,7 @@ class _Emitter:
         init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):
             body.writes.setdefault((atom, placement.mesh), []).append((body_in, body_out))
-        return _Buffer(Carry(init, body_in, body_out, self.define(var, placement)), atom, placement)
+        return _Buffer(LoopCarry(init, body_in, body_out, self.define(var, placement)), atom, placement)
 
     def write_if_left(self, buffer: "_Buffer") -> None:
         """Emits a separate program that stores a row, if no program of this region has stored it."""
@@ -259,7 +269,7 @@ class _Emitter:
         rows = (0,) if isinstance(entry, _Row) else ()
         value = entry.stacked if isinstance(entry, _Row) else entry
         self.out.append(
-            Run("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
+            RunProgram("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
                 (stored,), self.index(placement))
         )  # fmt: skip
 

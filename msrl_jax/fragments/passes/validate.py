@@ -13,7 +13,7 @@ from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, Var, aval, equations_in
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node
-from msrl_jax.fragments.passes.instructions import Instruction, Run, walk
+from msrl_jax.fragments.passes.instructions import Instruction, RunProgram, walk
 from msrl_jax.fragments.placement import Layout, device_names
 from msrl_jax.fragments.support.checks import suggestion
 
@@ -155,7 +155,7 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
     """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
-    for run in (i for i, _ in walk(instructions) if isinstance(i, Run)):
+    for run in (i for i, _ in walk(instructions) if isinstance(i, RunProgram)):
         own = run.placement.devices
         for name, mesh in _meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from msrl_jax._compat import Jaxpr, equations_in
 from msrl_jax.fragments.codecs import get
 from msrl_jax.fragments.graph.nodes import Packed
-from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
+from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, RunProgram, Value, walk
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy
 from msrl_jax.fragments.placement import Edge, Layout, device_names
 from msrl_jax.fragments.plan.cost import FragmentPlan, flops, fragment_plans
@@ -42,27 +42,27 @@ def explain(
     in_loop: bool,
     registers: Mapping[str, Sequence[Value]],
 ) -> Plan:
-    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run.
+    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each RunProgram.
 
     `registers` has, for every delayed leaf, the locations of its delayed values. If `in_loop`, the executable is the loop over
     iterations, and its launches per iteration are counted.
     """
     steps, layout = list(walk(instructions)), placed.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
-    modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, Run)}
+    modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, RunProgram)}
     found = {i: collectives(module) for i, module in modules.items()}
     named = {f.name for f in fragments}
     launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
     if in_loop:
         launched = {i: per_iteration(each) for i, each in launched.items()}
-    programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, Run))
+    programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, RunProgram))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
     placements = {p.name: device_names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
-    of_runs = list(zip([i for i, _ in steps if isinstance(i, Run)], programs, strict=True))
+    of_runs = list(zip([i for i, _ in steps if isinstance(i, RunProgram)], programs, strict=True))
     warnings = [
         *_collective_warnings(of_runs),
         *_loop_warnings(steps),
@@ -109,7 +109,7 @@ def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: S
 
 
 def _program(
-    run: Run, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
+    run: RunProgram, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
@@ -146,17 +146,17 @@ def _bytes_received(value: Value, at: NamedSharding) -> int:
 
 def _loop(loop: Loop, times: int) -> LoopPlan:
     inner = list(walk(loop.body, times * loop.length))
-    names = dict.fromkeys(f for i, _ in inner if isinstance(i, Run) for f in i.fragments)
+    names = dict.fromkeys(f for i, _ in inner if isinstance(i, RunProgram) for f in i.fragments)
     return LoopPlan(
         tuple(names), loop.length,
-        sum(t for i, t in inner if isinstance(i, Run)), sum(t for i, t in inner if isinstance(i, Move)),
+        sum(t for i, t in inner if isinstance(i, RunProgram)), sum(t for i, t in inner if isinstance(i, Move)),
     )  # fmt: skip
 
 
 _Steps: TypeAlias = Sequence[tuple[Instruction, int]]
 """Instructions, with their executions per iteration."""
 
-_Runs: TypeAlias = Sequence[tuple[Run, ProgramPlan]]
+_Runs: TypeAlias = Sequence[tuple[RunProgram, ProgramPlan]]
 
 
 def _collective_warnings(runs: _Runs) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _loop_warnings(steps: _Steps) -> Iterator[str]:
     for loop, _ in steps:
         if not isinstance(loop, Loop) or any(isinstance(i, HostCall) for i in loop.body):
             continue  # loops with host calls are always controlled by the host
-        inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
+        inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, RunProgram)]
         dispatches = sum(t for _, t in inner)
         work = sum(flops(i.jaxpr.jaxpr, i.placement.devices[0].platform) * t for i, t in inner)
         if dispatches and work / dispatches < _TINY_BODY:
@@ -194,7 +194,7 @@ def _loop_warnings(steps: _Steps) -> Iterator[str]:
 
 
 def _unused_warnings(layout: Layout, steps: _Steps) -> Iterator[str]:
-    used = {d for i, _ in steps if isinstance(i, Run) for d in i.placement.devices}
+    used = {d for i, _ in steps if isinstance(i, RunProgram) for d in i.placement.devices}
     for placement in layout.placements:
         if used.isdisjoint(placement.devices):
             roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
@@ -209,7 +209,7 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
         r for i, _ in walk(instructions) if isinstance(i, Move) and not i.is_copy
         for s, r in zip(i.sources, i.results, strict=True) if s.placement == learners and r.placement == actors
     }  # fmt: skip
-    waiting = [i for i in instructions if isinstance(i, Run) and i.placement == actors and down & set(i.inputs)]
+    waiting = [i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and down & set(i.inputs)]
     if layout.staleness and waiting:
         yield (
             f"{waiting[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits for them: "

@@ -31,7 +31,7 @@ _QUOTED = re.compile(r'"[^"]*"')
 _COPIES = ("copy", "copy-start", "copy-done", "bitcast")
 
 
-class Instruction(NamedTuple):
+class HloInstruction(NamedTuple):
     """An instruction of a computation."""
 
     name: str
@@ -78,8 +78,8 @@ class Module:
     def __init__(self, text: str):
         match = _MODULE.search(text)
         self.text, self.name, self.entry = text, match[1] if match else "", ""
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        current: dict[str, Instruction] = {}
+        self.computations: dict[str, dict[str, HloInstruction]] = {}
+        current: dict[str, HloInstruction] = {}
         for line in text.splitlines():
             if match := _COMPUTATION.match(line):
                 current = self.computations.setdefault(match[2], {})
@@ -87,9 +87,9 @@ class Module:
             elif match := _INSTRUCTION.match(line):
                 root, name, shape, kind, rest = match.groups()
                 kind = "fusion" if kind == "fusion-start" else kind
-                current[name] = Instruction(name, kind, shape, rest, bool(root), line)
+                current[name] = HloInstruction(name, kind, shape, rest, bool(root), line)
 
-    def instructions(self, computation: str) -> list[Instruction]:
+    def instructions(self, computation: str) -> list[HloInstruction]:
         """The instructions of a computation; none if the text has no such computation."""
         return list(self.computations.get(computation, {}).values())
 
@@ -97,7 +97,7 @@ class Module:
         """The name of the value of a computation."""
         return next((x.name for x in self.instructions(computation) if x.is_root), "")
 
-    def trip_count(self, loop: Instruction, around: str) -> int | None:
+    def trip_count(self, loop: HloInstruction, around: str) -> int | None:
         """How often a loop in a computation runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1; None
         if it is unknown."""
         if known := _TRIPS.search(loop.rest):
@@ -221,7 +221,7 @@ def operations(module: Module, fragments: Collection[str]) -> dict[str, Operatio
       module: the program.
       fragments: the names of the fragments that it may hold.
     """
-    find = innermost(fragments)
+    find = fragment_finder(fragments)
     found: dict[str, Operation] = {}
     users: dict[str, str] = {}  # the operation that each computation is a part of
     inside: dict[str, str] = {}  # the computation that each operation is in
@@ -238,7 +238,7 @@ def operations(module: Module, fragments: Collection[str]) -> dict[str, Operatio
     return found
 
 
-def _of(module: Module, find: Callable[[Instruction], str | None], made: Instruction) -> str | None:
+def _of(module: Module, find: Callable[[HloInstruction], str | None], made: HloInstruction) -> str | None:
     """The fragment of an instruction: as its own name says, or for a fusion, the last of its parts that has one."""
     if (own := find(made)) is not None or made.kind != "fusion":
         return own
@@ -246,13 +246,13 @@ def _of(module: Module, find: Callable[[Instruction], str | None], made: Instruc
     return next((fragment for fragment in reversed([*parts]) if fragment is not None), None)
 
 
-def innermost(fragments: Collection[str]) -> Callable[[Instruction], str | None]:
+def fragment_finder(fragments: Collection[str]) -> Callable[[HloInstruction], str | None]:
     """Finds the innermost of these fragments that an instruction is of; "" if it is of none, None if its text does not tell."""
     written: Mapping[str, str] = {_as_written(name): name for name in fragments}
     names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
     fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
 
-    def find(made: Instruction) -> str | None:
+    def find(made: HloInstruction) -> str | None:
         found = fragment.findall(made.source or "") if fragment else []
         return None if made.source is None else written[found[-1]] if found else ""
 

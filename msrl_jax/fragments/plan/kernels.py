@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from msrl_jax.fragments.plan.hlo import COLLECTIVES, Instruction, Module, innermost, nbytes_of
+from msrl_jax.fragments.plan.hlo import COLLECTIVES, HloInstruction, Module, fragment_finder, nbytes_of
 
 # These instructions name values, or wait for what another one has launched.
 _NOTHING = frozenset(
@@ -78,7 +78,7 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
     Returns:
       What is launched in every loop for every fragment, in the order of the program.
     """
-    fragment_of = innermost(fragments)
+    fragment_of = fragment_finder(fragments)
     found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:
@@ -141,7 +141,7 @@ def _column(kind: str) -> str:
     return {"custom-call": "library_calls", "copy": "copies", "copy-start": "copies"}.get(kind, "kernels")
 
 
-def _moved(module: Module, computation: str, made: Instruction) -> int:
+def _moved(module: Module, computation: str, made: HloInstruction) -> int:
     """The bytes that an instruction of a computation reads and writes."""
     if made.kind != "fusion":
         return _of_one(made, module.computations[computation])
@@ -151,7 +151,7 @@ def _moved(module: Module, computation: str, made: Instruction) -> int:
     return read + _written(module.root(inside), body)
 
 
-def _of_one(instruction: Instruction, made: Mapping[str, Instruction]) -> int:
+def _of_one(instruction: HloInstruction, made: Mapping[str, HloInstruction]) -> int:
     sizes = [nbytes_of(made[name].shape) for name in instruction.operands if name in made]
     if instruction.kind in _SLICES:
         return 2 * nbytes_of(instruction.shape)
@@ -160,7 +160,7 @@ def _of_one(instruction: Instruction, made: Mapping[str, Instruction]) -> int:
     return nbytes_of(instruction.shape) + sum(sizes)
 
 
-def _read(name: str, body: Mapping[str, Instruction]) -> int:
+def _read(name: str, body: Mapping[str, HloInstruction]) -> int:
     """The bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
     total = 0
     for user, place in _uses(name, body):
@@ -171,7 +171,7 @@ def _read(name: str, body: Mapping[str, Instruction]) -> int:
     return min(total, nbytes_of(body[name].shape))
 
 
-def _uses(name: str, body: Mapping[str, Instruction]) -> Iterator[tuple[Instruction, int]]:
+def _uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloInstruction, int]]:
     for other, user in body.items():
         for place, operand in enumerate(user.operands):
             if operand == name and user.kind == "bitcast":
@@ -180,7 +180,7 @@ def _uses(name: str, body: Mapping[str, Instruction]) -> Iterator[tuple[Instruct
                 yield user, place
 
 
-def _written(name: str, body: Mapping[str, Instruction]) -> int:
+def _written(name: str, body: Mapping[str, HloInstruction]) -> int:
     """The bytes that a fusion writes: an update, where its result is an array that it updates in place."""
     made = body.get(name)
     if made is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-from msrl_jax.fragments.plan.text import alike, count, size, subtree
+from msrl_jax.fragments.plan.text import count, grouped, size, subtree
 
 Plan: TypeAlias = Any  # those of `plan.py`, which imports this module
 ProgramPlan: TypeAlias = Any
@@ -72,7 +72,7 @@ class _Box:
         return _LINE * (len(self.rows) + 1) + 12
 
 
-def svg_of(plan: Plan) -> str:
+def plan_svg(plan: Plan) -> str:
     """Draws a plan.
 
     Args:
@@ -115,7 +115,7 @@ def svg_of(plan: Plan) -> str:
 def page_of(plans: Sequence[Plan], title: str) -> str:
     """A self-contained page with plans next to each other, each followed by its text."""
     figures = [
-        f"<figure>{svg_of(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
+        f"<figure>{plan_svg(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
         "</figcaption></figure>"
         for plan in plans
     ]
@@ -244,7 +244,7 @@ def _arrows(plan: Plan, lanes: dict[str, int], top: int, width: int) -> tuple[li
     """Arrows between lanes, and the vertical position of their end."""
     what = f"crossing placements: {size(plan.bytes_crossing)} per iteration" if plan.crossings else "nothing crosses placements"
     parts, y = [_text(_MARGIN, top + 18, what, width - 2 * _MARGIN, "strong")], top + 26
-    for name, leaves in alike(plan.crossings):
+    for name, leaves in grouped(plan.crossings):
         c, middle = leaves[0], _LANE // 2
         start, end = lanes[c.source] + middle, lanes[c.destination] + middle
         y, step = y + 30, 7 if start < end else -7

@@ -7,7 +7,7 @@ from typing import Any
 from msrl_jax.fragments.plan.cost import FragmentPlan
 from msrl_jax.fragments.plan.hlo import Collective
 from msrl_jax.fragments.plan.kernels import Launches
-from msrl_jax.fragments.plan.picture import svg_of
+from msrl_jax.fragments.plan.picture import plan_svg
 from msrl_jax.fragments.plan.text import table_of
 
 
@@ -176,8 +176,8 @@ class Plan:
 
     def svg(self) -> str:
         """The plan as an `<svg>` element: placements are lanes, programs are boxes, transfers are arrows."""
-        return svg_of(self)
+        return plan_svg(self)
 
     def _repr_html_(self) -> str:
         """The picture, for notebooks."""
-        return svg_of(self)
+        return plan_svg(self)

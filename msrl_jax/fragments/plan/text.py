@@ -44,7 +44,7 @@ def subtree(path: str) -> str:
     return match[1] + match[3] if match else path
 
 
-def alike(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
+def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
     together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
@@ -122,7 +122,7 @@ def table_of(plan: Plan) -> str:
     lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
     head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
     shown = len(head) if packed else head.index("codec")
-    rows = [_crossing_row(*each)[:shown] for each in alike(plan.crossings)]
+    rows = [_crossing_row(*each)[:shown] for each in grouped(plan.crossings)]
     lines += _columns(head[:shown], rows) if rows else ["  nothing"]
     found = [(p, c) for p in plan.programs for c in p.collectives]
     unclear = [p for p in plan.programs if not p.collectives_known]

@@ -1,8 +1,8 @@
 """Lowering for CPUs: straight-line random bits, and compiler options without known faults.
 
 JAX's own code of its Threefry generator for CPUs is a loop over groups of rounds, of about 80 small operations. In a training
-loop that draws a few numbers per step, they take longer than all others together. Only programs that `lower` lowers have this
-straight-line code, of the same bits.
+loop that draws a few numbers per step, they take longer than all others together. Only programs that `lower_jitted` lowers
+have this straight-line code, of the same bits.
 """
 
 import functools
@@ -41,7 +41,7 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
 _ON_CPU = ((threefry2x32_p, lowering_rule(threefry2x32)),)
 
 
-def lower(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.stages.Compiled]:
+def lower_jitted(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.stages.Compiled]:
     """Lowers a jitted function; for CPUs, with straight-line random bits and safe compiler options.
 
     Returns:

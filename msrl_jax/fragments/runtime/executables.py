@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.cpu_lowering import lower
+from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.fragments.runtime.memory import MemoryCheck, is_planned
 from msrl_jax.fragments.support.compiling import in_background
 
@@ -63,14 +63,14 @@ class Request:
 
     def lower(self) -> Callable[[], jax.stages.Compiled]:
         """Traces and lowers the function; returns a function that compiles it."""
-        return lower(self.jitted, *self.args)
+        return lower_jitted(self.jitted, *self.args)
 
 
 @dataclass(eq=False)
 class Executables:
     """Compiled programs and the shardings between them."""
 
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every Run, copy and Alloc
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every RunProgram, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
     patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Executables:
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
         """Evaluates a jitted function once, and counts the time of tracing and compiling it."""
         with self.timed():
-            compiled = lower(jitted, *args)()
+            compiled = lower_jitted(jitted, *args)()
         return compiled(*args)
 
     @contextlib.contextmanager
@@ -166,6 +166,11 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
 def replicated(value: Value) -> NamedSharding:
     """The sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())
+
+
+def argument(value: Value, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """A value as an argument of a request."""
+    return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding, weak_type=value.aval.weak_type)
 
 
 class MemoryCheckedJit:

@@ -13,17 +13,28 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax.fragments.graph.host_calls import IN_TRACES
-from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import (
+    Alloc,
+    Free,
+    HostCall,
+    Instruction,
+    Loop,
+    Move,
+    RunProgram,
+    Schedule,
+    Value,
+    walk,
+)
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
 from msrl_jax.fragments.runtime.host_queue import HostQueue, resolved
-from msrl_jax.fragments.runtime.send_changed import DeltaStats, DeltaTransfer, Sender
+from msrl_jax.fragments.runtime.send_changed import DeltaSender, DeltaStats, DeltaTransfer
 from msrl_jax.fragments.runtime.transfer import crossing, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
-Call = Callable[..., Sequence[jax.Array]]
+ExecutableCall = Callable[..., Sequence[jax.Array]]
 CallKind: TypeAlias = Literal["program", "transfer", "wait"]
-CallWrapper: TypeAlias = Callable[[Call, CallKind], Call]
+CallWrapper: TypeAlias = Callable[[ExecutableCall, CallKind], ExecutableCall]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while an
 # earlier one that they depend on waits for a slot: a deadlock.
@@ -49,7 +60,7 @@ class Executor:
             + [v.index for v in executables.shardings],
             default=0,
         )
-        self.senders: list[Sender] = []
+        self.senders: list[DeltaSender] = []
         self._sent: dict[Move, DeltaStats] = {} if sent is None else sent
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
@@ -91,7 +102,7 @@ class Executor:
         match i:
             case HostCall():
                 return self._host_call(i)
-            case Run():
+            case RunProgram():
                 return self._run(i)
             case Move():
                 return self._move(i)
@@ -103,7 +114,7 @@ class Executor:
             case Loop():
                 return self._loop(i)
 
-    def _run(self, i: Run) -> Step:
+    def _run(self, i: RunProgram) -> Step:
         first, count = int(i.index is not None), len(i.inputs)
         consumed = [first + k for k in (*i.donated, *range(count, count + len(i.writes)))]
         return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes(), consumed)
@@ -111,7 +122,7 @@ class Executor:
     def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value], consumed: Sequence[int] = ()) -> Step:
         return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
 
-    def _assigned(self, call: Call, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
+    def _assigned(self, call: ExecutableCall, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
         """Calls a function with slots, and stores its results in others; waits if arguments wait for the host."""
         queue, count = self._queue, len(outs)
         if queue is None:
@@ -125,7 +136,7 @@ class Executor:
         ins, outs = _slots(i.inputs), _slots(i.outputs)
         return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
 
-    def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
+    def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> ExecutableCall:
         """The function that runs a program, throttled to the pace of its devices."""
         call = self._around(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
@@ -173,15 +184,15 @@ class Executor:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._around(_put_one_copy if to_one else _put, "transfer")
 
-    def _sender(self, i: Move, patching: DeltaTransfer) -> Sender:
+    def _sender(self, i: Move, patching: DeltaTransfer) -> DeltaSender:
         here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
         there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
         wait = self._around(lambda array: jax.block_until_ready(array), "wait")
         sent = self._sent.setdefault(i, DeltaStats(patching.words))
-        self.senders.append(Sender(patching, [*here, *there], self._transfer(i), wait, sent))
+        self.senders.append(DeltaSender(patching, [*here, *there], self._transfer(i), wait, sent))
         return self.senders[-1]
 
-    def _send_coalesced(self, i: Move, coalesced: Coalesced) -> Call:
+    def _send_coalesced(self, i: Move, coalesced: Coalesced) -> ExecutableCall:
         put, num_alone = self._transfer(i), len(coalesced.alone)
         join, split = self._program(coalesced.join, i.sources), self._program(coalesced.split, i.results)
 
@@ -191,7 +202,7 @@ class Executor:
 
         return send
 
-    def _cross(self, i: Move) -> Call:
+    def _cross(self, i: Move) -> ExecutableCall:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
@@ -267,7 +278,7 @@ def waiting() -> Any:
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
-def named_in_traces(call: Call, what: CallKind) -> Call:
+def named_in_traces(call: ExecutableCall, what: CallKind) -> ExecutableCall:
     """Wraps a function so that its time has a name in `jax.profiler` traces."""
 
     def named(*args: Any) -> Any:

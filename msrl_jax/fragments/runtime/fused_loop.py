@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, replicated, to_placement_sharding
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
 from msrl_jax.fragments.runtime.execute import waiting
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.transfer import Leaves, read
@@ -80,10 +80,7 @@ class FusedLoop:
     def _request(self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
         before = [] if most is None else [count]
-        args = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
-            for v, s in zip(self.leaves, self.shardings, strict=True)
-        ]
+        args = [argument(v, s) for v, s in zip(self.leaves, self.shardings, strict=True)]
         donated = range(len(before), len(before) + len(args)) if donate else ()
         fn = self._once if most is None else self._iterations(most)
         return Request(("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed])

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from msrl_jax.fragments.passes.instructions import Instruction, Move, Run, Schedule, walk
+from msrl_jax.fragments.passes.instructions import Instruction, Move, RunProgram, Schedule, walk
 from msrl_jax.fragments.runtime.executables import Executables
 from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, waiting
 from msrl_jax.fragments.runtime.lower import lower
@@ -42,7 +42,7 @@ class HostLoop:
         if self._executor is None:
             self.lower()
             for i, _ in walk(self.schedule.body):
-                if isinstance(i, Run):
+                if isinstance(i, RunProgram):
                     self._check_fits(self._executables.compiled[i], f"program {i.name!r} @ {i.placement.name}")
             self._executor = Executor(self.schedule, self._executables, sent=self.sent)
         return self._executor

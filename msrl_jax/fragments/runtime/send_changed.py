@@ -142,7 +142,7 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     )  # fmt: skip
 
 
-class Sender:
+class DeltaSender:
     """Sends the values of a Move, and remembers what its receiver has."""
 
     def __init__(

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import Free, HostCall, Instruction, Loop, Move, RunProgram, Schedule, Value, walk
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import Call, CallKind, Executor, Slots, Step
+from msrl_jax.fragments.runtime.execute import CallKind, ExecutableCall, Executor, Slots, Step
 from msrl_jax.fragments.runtime.send_changed import changes_of
 from msrl_jax.fragments.runtime.transfer import Leaves
 
@@ -108,7 +108,7 @@ class _Clock:
 
     def one(self, i: Instruction, cost: Cost) -> None:
         is_exchange = isinstance(i, Move) and not i.is_copy
-        devices = i.placement.devices if isinstance(i, Run) else ()
+        devices = i.placement.devices if isinstance(i, RunProgram) else ()
         begin = max(self.host, *(self.ready.get(v, 0.0) for v in i.reads()), *(self.busy.get(d, 0.0) for d in devices), 0.0)
         self.host += cost.dispatch
         end = max(self.host, begin + cost.total + (self.delay if is_exchange else 0.0))
@@ -128,7 +128,7 @@ class _Clock:
             self.ready[c.result] = self.ready[c.body_in]
 
 
-def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
+def predict_time(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int, delay: float = 0.0) -> Prediction:
     """Predicts the time of an iteration from the costs of its instructions.
 
     The host dispatches them in order; a program starts once its devices are free and its inputs are available.
@@ -158,7 +158,7 @@ def predict(schedule: Schedule, costs: Mapping[Instruction, Cost], *, ahead: int
         if isinstance(i, Loop | Free):
             continue
         dispatch += times * costs[i].dispatch
-        if isinstance(i, Run):
+        if isinstance(i, RunProgram):
             programs[i.placement.name] += times * costs[i].total
         elif isinstance(i, Move) and not i.is_copy:
             transfers += times * (costs[i].total + delay)
@@ -187,7 +187,7 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each JAX call
     in_programs: list[float] = []  # seconds in compiled programs
 
-    def around(call: Call, what: CallKind) -> Call:
+    def around(call: ExecutableCall, what: CallKind) -> ExecutableCall:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)

@@ -1,6 +1,6 @@
 """Values as text: `NAME:ARGUMENTS`, or `NAME(ARGUMENTS)`, whose arguments are literals, words and such calls, as in Python.
 
-Numbers may follow each other by colons: `uniform:0:1` is `uniform(0, 1)`.
+Numbers may follow each other by colons: `uniform:0:1` is `uniform(0, 1)`. Nothing is evaluated.
 """
 
 import ast
@@ -41,22 +41,15 @@ class Call(NamedTuple):
 
 
 def read_call(text: str) -> Call:
-    """Parses a name and its arguments, which are written as in a Python call; nothing is evaluated.
-
-    Raises:
-      ValueError: if it cannot be parsed, or has an argument twice.
-    """
-    name, colon, arguments = text.strip().partition(":")
-    arguments = _NUMBERS.sub(lambda found: found[0].replace(":", ","), arguments)
-    try:
-        node = ast.parse(f"{name}({arguments})" if colon and name.isidentifier() else text.strip(), mode="eval").body
-        found = _argument(node)
-    except (SyntaxError, RecursionError, MemoryError, ValueError, TypeError) as error:
-        fact = f": {error}" if isinstance(error, _Twice) else ""
-        raise ValueError(f"cannot read {text!r}{fact}; write NAME or NAME:argument=value,argument=value") from None
-    found = Call(found) if isinstance(node, ast.Name) else found
+    """Parses a name and its arguments; raises ValueError if it cannot be parsed, or has an argument twice."""
+    wrong = f"cannot read {text!r}; write NAME or NAME:argument=value,argument=value"
+    name, _, arguments = text.strip().partition(":")
+    if name.isidentifier() and not keyword.iskeyword(name):
+        args, kwargs = _read_arguments(arguments, wrong)
+        return Call(name, tuple(args), kwargs)
+    found = _read(text, wrong)
     if not isinstance(found, Call):
-        raise ValueError(f"cannot read {text!r}; write NAME or NAME:argument=value,argument=value")
+        raise ValueError(wrong)
     return found
 
 
@@ -64,8 +57,37 @@ _NUMBERS = re.compile(r"^[-+.\d][^:,='\"]*(?::[-+.\d][^:,='\"]*)+")
 """Numbers between colons, before other arguments."""
 
 
-class _Twice(ValueError):
-    pass
+def _read_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
+    """Parses `"value,key=value"`, whose keys may have dots; raises ValueError(`wrong`) if it cannot be parsed."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for part in filter(str.strip, _split(_NUMBERS.sub(lambda found: found[0].replace(":", ","), text))):
+        key, value = pair.groups() if (pair := _PAIR.fullmatch(part)) else ("", part)
+        if key in kwargs:
+            raise ValueError(f"{text!r} has {key!r} twice; give it once")
+        if key:
+            kwargs[key] = _read(value, wrong)
+        elif kwargs:
+            raise ValueError(wrong)
+        else:
+            args.append(_read(value, wrong))
+    return args, kwargs
+
+
+_PAIR = re.compile(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", re.DOTALL)
+_WORD = re.compile(r"\d\w*|[^\W\d][\w./]*(?::[\w./+-]+)+|(?=.*[*?|])[\w*?][\w.*?|!\[\] -]*")
+"""Words that are not Python: such as `3s_vs_5z`, `linear:3e-4`, `MODULE:NAME`, and the pattern `ally_*|medic`."""
+
+
+def _read(text: str, wrong: str) -> Any:
+    """Parses one value: a literal, a word, a call, or several of them in brackets; raises ValueError(`wrong`) if it is none."""
+    text = text.strip()
+    try:
+        return _argument(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last for thousands of signs
+        if not _WORD.fullmatch(text):
+            raise ValueError(wrong) from None
+        return text
 
 
 def _argument(node: ast.expr) -> Any:
@@ -73,12 +95,9 @@ def _argument(node: ast.expr) -> Any:
         case ast.Name() | ast.Attribute():
             return ast.unparse(node)
         case ast.Call(ast.Name(name)):
-            keys = [each.arg for each in node.keywords if each.arg is not None]
-            if len(keys) < len(node.keywords):
-                raise ValueError("** is not an argument")
-            if twice := [key for key in keys if keys.count(key) > 1]:
-                raise _Twice(f"{twice[0]} is given twice")
-            kwargs = {key: _argument(each.value) for key, each in zip(keys, node.keywords, strict=True)}
+            kwargs = {each.arg: _argument(each.value) for each in node.keywords if each.arg is not None}
+            if len(kwargs) < len(node.keywords):
+                raise ValueError("an argument is given twice, or **")
             return Call(name, tuple(map(_argument, node.args)), kwargs)
         case ast.List() | ast.Tuple():
             items = map(_argument, node.elts)
@@ -119,20 +138,12 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
     """Parses `"key=value,key=value"`, whose keys may have dots; raises ValueError(`wrong`) if it cannot be parsed.
 
-    Words, which may start with a digit (`scenario=3s_vs_5z`), are strings; so are calls if there are no `calls`.
+    Calls have the results of the functions in `calls`; if there are none, they are strings, as words are.
     """
-    found: dict[str, Any] = {}
-    for part in filter(str.strip, _split(text)):
-        pair = re.fullmatch(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", part, re.DOTALL)
-        if pair is None:
-            raise ValueError(wrong)
-        key, value = pair.groups()
-        if key in found:
-            raise ValueError(f"{text!r} has {key!r} twice; give it once")
-        found[key] = read_value(key, value, calls, wrong=wrong)
-    if not found:
+    args, found = _read_arguments(text, wrong)
+    if args or not found:
         raise ValueError(wrong)
-    return found
+    return {key: _called(key, value, calls) for key, value in found.items()}
 
 
 def _split(text: str) -> list[str]:
@@ -161,37 +172,17 @@ def split_specs(text: str) -> list[str]:
     return found
 
 
-def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
+def read_value(what: str, text: str, calls: Calls, *, wrong: str) -> Any:
     """Parses one value, like `read_values`; `what` is its name in messages."""
-    text = text.strip()
-    try:
-        found = _argument(ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):  # Python rejects thousands of signs with the third
-        if re.fullmatch(r"\d\w*", text):
-            return text
-        raise ValueError(wrong) from None
-    except (ValueError, TypeError):
-        raise ValueError(_no_number(what, text, calls) if calls else wrong) from None
-    return _called(what, found, calls)
-
-
-_COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
-"""A call without commas, `uniform:0.25:1`."""
-
-
-def _call(found: re.Match[str]) -> str:
-    name, *numbers = found[0].split(":")
-    return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
-
-
-def _no_number(what: str, given: object, calls: Calls) -> str:
-    return f"{what}={given} is not a number; use one, or one of {', '.join(calls)}"
+    return _called(what, _read(text, wrong), calls)
 
 
 def _called(what: str, value: Any, calls: Calls | None) -> Any:
     """A value with the results of calls in it; they are text if there are no `calls`."""
     if isinstance(value, dict):
         return {key: _called(what, x, calls) for key, x in value.items()}
+    if calls and isinstance(value, str) and ":" in value:
+        value = read_call(value)
     if not isinstance(value, Call):
         return type(value)(_called(what, x, calls) for x in value) if isinstance(value, list | tuple) else value
     if calls is None:

@@ -133,14 +133,14 @@ class CheckpointWriter:
 
     def set_aside(self, after: int) -> None:
         """Renames checkpoints that are newer than the one from which the run resumes: damaged or non-finite ones."""
-        for saved in complete(self._folder.parent):
+        for saved in complete_checkpoints(self._folder.parent):
             if saved.iteration > after:
                 other = saved.path.with_name(f"{saved.path.name}.damaged")
                 shutil.rmtree(other, ignore_errors=True)
                 saved.path.rename(other)
 
     def _prune(self) -> None:
-        found = [c for c in complete(self._folder.parent) if c.is_readable]
+        found = [c for c in complete_checkpoints(self._folder.parent) if c.is_readable]
         kept = best(found)
         for old in found[self._keep :]:
             if old != kept:
@@ -202,7 +202,7 @@ def _errors_only_raised() -> None:
         logging.getLogger(name).addFilter(_is_news)
 
 
-def complete(path: Path) -> list[Checkpoint]:
+def complete_checkpoints(path: Path) -> list[Checkpoint]:
     """Finds the complete checkpoints of a run."""
     found = []
     for folder in sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True):
@@ -250,7 +250,7 @@ def verify(checkpoint: Checkpoint) -> None:
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """Finds the newest intact checkpoint, if there is one; calls `note` with a sentence about each damaged one it skips."""
     problems = []
-    for checkpoint in complete(path):
+    for checkpoint in complete_checkpoints(path):
         try:
             verify(checkpoint)
         except CheckpointError as error:
@@ -272,7 +272,7 @@ def _unsealed(path: Path, after: int) -> list[str]:
     return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
 
 
-def load(
+def load_checkpoint(
     checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
 ) -> tuple[Any, tuple[jax.Array, ...]]:
     """Loads a checkpoint onto any devices: its state and registers.

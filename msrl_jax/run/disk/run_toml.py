@@ -7,7 +7,7 @@ from typing import Any
 from msrl_jax import policies
 from msrl_jax.fragments.support.naming import reference
 from msrl_jax.fragments.support.text_values import parse_spec
-from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.policies.helpers import spec as policy_text
 from msrl_jax.run.disk import toml
 from msrl_jax.run.experiment.spec import Experiment
 

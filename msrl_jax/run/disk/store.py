@@ -73,7 +73,7 @@ def _note(text: str) -> None:
 
 def holds_run(path: Path) -> bool:
     """Returns whether a folder holds a run that was started."""
-    return (path / folder.CONFIG).exists() or bool(checkpoint.complete(path))
+    return (path / folder.CONFIG).exists() or bool(checkpoint.complete_checkpoints(path))
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -99,9 +99,9 @@ def read_description(path: Path) -> dict[str, Any]:
     return content
 
 
-def choose(path: Path, which: Any) -> Checkpoint:
+def choose_checkpoint(path: Path, which: Any) -> Checkpoint:
     """Finds an intact checkpoint of a run: "newest", "best", or the one after a number of iterations."""
-    found = [c for c in checkpoint.complete(path) if c.is_readable]
+    found = [c for c in checkpoint.complete_checkpoints(path) if c.is_readable]
     chosen = checkpoint.best(found) if which == "best" else next((c for c in found if c.iteration == which), None)
     if which == "newest":
         chosen = checkpoint.newest(path, _note)
@@ -169,7 +169,7 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     to = [*to, *(register_places if same else [to[i] for i in held])]
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
         to = None
-    state, registers = checkpoint.load(saved, like, [leaves[i] for i in held], to)
+    state, registers = checkpoint.load_checkpoint(saved, like, [leaves[i] for i in held], to)
     state = agent.with_data(attached(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
 
@@ -262,7 +262,7 @@ def finish(result: Result, path: Path) -> None:
     folder.write_json(path / folder.SUMMARY, result.summary())
 
 
-def complete(result: Result, path: Path, error: OSError | None) -> Result:
+def complete_folder(result: Result, path: Path, error: OSError | None) -> Result:
     """Completes the folder of a run; if that fails, saves the run to another folder, warns, and notes it in the result."""
     try:
         if error is not None:
@@ -320,16 +320,16 @@ def load(
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, trust=trust, **objects)
 
     def read() -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
-        saved = choose(path, which)
+        saved = choose_checkpoint(path, which)
         is_recorded = saved.progress["recorded"] is not None and experiment.recorded_steps is None
         whole = experiment.record(1) if is_recorded else experiment
         like = whole.agent.without_data(detached(jax.eval_shape(whole.initial_state)))
         leaves = jax.tree.leaves(like)
-        state, registers = checkpoint.load(saved, like, [leaves[i] for i in _registers(saved, like)])
+        state, registers = checkpoint.load_checkpoint(saved, like, [leaves[i] for i in _registers(saved, like)])
         return saved, without_experience(state), registers
 
     saved, state, registers = _while_replaced(path, read)
-    is_newest = which == "newest" or saved.iteration == max(c.iteration for c in checkpoint.complete(path))
+    is_newest = which == "newest" or saved.iteration == max(c.iteration for c in checkpoint.complete_checkpoints(path))
     told = _told(path, description, saved, is_newest=is_newest)
     return told | {"experiment": experiment, "run_state": state, "registers": registers}
 
@@ -337,7 +337,7 @@ def load(
 def told(path: Path) -> dict[str, Any]:
     """Reads the fields of an `Outcome` from the folder of a run, to which another process may be writing."""
     description = read_description(path)
-    return _told(path, description, _while_replaced(path, lambda: choose(path, "newest")), is_newest=True)
+    return _told(path, description, _while_replaced(path, lambda: choose_checkpoint(path, "newest")), is_newest=True)
 
 
 def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_newest: bool) -> dict[str, Any]:
@@ -367,11 +367,11 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
 def _while_replaced(path: Path, read: Callable[[], T]) -> T:
     """Reads a checkpoint; retries if the process that writes checkpoints has just deleted it."""
     for _ in range(_TRIES):
-        before = checkpoint.complete(path)
+        before = checkpoint.complete_checkpoints(path)
         try:
             return read()
         except CheckpointError:
-            if checkpoint.complete(path) == before:
+            if checkpoint.complete_checkpoints(path) == before:
                 raise
     raise CheckpointError(f"the checkpoints of the run in {path} are replaced faster than they can be read; try again later")
 

@@ -19,7 +19,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_inne
 from msrl_jax.agents.transformations import Counted
 from msrl_jax.configs.names import all_fields, tunable_fields
 from msrl_jax.envs import param_distributions
-from msrl_jax.envs.param_distributions import Distribution, Ramp
+from msrl_jax.envs.param_distributions import ParamDistribution, ParamRamp
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, suggestion, whole
@@ -61,7 +61,7 @@ class PBT:
         replaced nor copied, and the others do not wait for it.
     """
 
-    search: Mapping[str, Distribution] = dataclasses.field(hash=False)
+    search: Mapping[str, ParamDistribution] = dataclasses.field(hash=False)
     members: int = 8
     every: int = 20
     exploit: Literal["truncation", "tournament"] = "truncation"
@@ -152,7 +152,7 @@ class PBT:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the specification as plain data, for `read`."""
+        """Returns the specification as plain data, for `read_pbt`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"search": {name: param_distributions.text(x) for name, x in sorted(self.search.items())}}
 
@@ -162,7 +162,7 @@ GivenPBT: TypeAlias = PBT | Mapping[str, Any] | str
 `"members=8,every=20,learning_rate=log_uniform:1e-5:1e-2"`."""
 
 
-def read(given: GivenPBT) -> PBT:
+def read_pbt(given: GivenPBT) -> PBT:
     """Reads a specification."""
     if isinstance(given, PBT):
         return given
@@ -171,7 +171,7 @@ def read(given: GivenPBT) -> PBT:
         wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
         values = read_values(given, param_distributions.CALLS, wrong=wrong)
         others = {name: x for name, x in values.items() if name not in own}
-        search = {name: x for name, x in others.items() if isinstance(x, Distribution) or not suggestion(name, own)}
+        search = {name: x for name, x in others.items() if isinstance(x, ParamDistribution) or not suggestion(name, own)}
         given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={shown(given)}: give msrl.PBT(search=..., members=..., every=...)")
@@ -181,22 +181,22 @@ def read(given: GivenPBT) -> PBT:
     return PBT(**{"search": {}, **given})
 
 
-def _distribution(name: str, value: Any) -> Distribution:
+def _distribution(name: str, value: Any) -> ParamDistribution:
     """Returns a checked distribution, with Python numbers."""
     what = f"PBT.search[{name!r}]"
-    value = param_distributions.parse(what, value) if isinstance(value, str) else value
-    if not isinstance(value, Distribution):
+    value = param_distributions.parse_param(what, value) if isinstance(value, str) else value
+    if not isinstance(value, ParamDistribution):
         raise ValueError(
             f"{what}={shown(value)} is not a distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
             "choice([...])"
         )
-    if any(isinstance(x, Ramp) for x in value.numbers):
+    if any(isinstance(x, ParamRamp) for x in value.numbers):
         raise ValueError(f"{what}={value}: a range cannot follow a ramp; use numbers")
     param_distributions.cast(what, value, _NUMBER)
     options = tuple(sorted({float(x) for x in value.numbers})) if value.kind == "choice" else tuple(map(float, value.numbers))
     if options[0] == options[-1]:
         raise ValueError(f"{what}={value} has only one value; pass it to train as {name}={options[0]:g}")
-    return Distribution(value.kind, options)
+    return ParamDistribution(value.kind, options)
 
 
 class Standing(NamedTuple):
@@ -238,11 +238,11 @@ def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
 def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[str, jax.Array]:
     """Changes the hyperparameters of the members, `[M]` float32 by field, within the ranges of the search."""
 
-    def change(distribution: Distribution, value: jax.Array, key: jax.Array) -> jax.Array:
+    def change(distribution: ParamDistribution, value: jax.Array, key: jax.Array) -> jax.Array:
         options = distribution.numbers
         if pbt.explore == "resample":
             which, draw = jax.random.split(key)
-            new = param_distributions.draw(distribution, draw, _NUMBER, ())
+            new = param_distributions.draw_param(distribution, draw, _NUMBER, ())
             return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
         up = jax.random.bernoulli(key)
         if distribution.kind == "choice":

@@ -23,7 +23,7 @@ from msrl_jax.envs.base import check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
 from msrl_jax.envs.param_sources import find_source, source_of
-from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
+from msrl_jax.envs.params import GivenParams, RandomizeParams, params_text, randomized
 from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -36,7 +36,7 @@ from msrl_jax.registry.lookup import check_env
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
 from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
-from msrl_jax.run.experiment.pbt import PBT, evolve, read
+from msrl_jax.run.experiment.pbt import PBT, evolve, read_pbt
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
 from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
 
@@ -304,7 +304,7 @@ class Experiment:
             "algorithm": self.name, "class": files.reference(kind), "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # the repr of dataclasses, for example
-            "env_params": describe(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
+            "env_params": params_text(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
             "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
             "pbt": None if self.pbt is None else self.pbt.to_json(), "rank_by": self.rank_by, "guard": self.guard,
             "config": plain_fields({f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}),
@@ -374,7 +374,7 @@ class Experiment:
                 seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
                 env_params=was if env_params is None else env_params,
                 settings={name: tuple(map(float, values)) for name, values in (given["settings"] or {}).items()},
-                pbt=None if given["pbt"] is None else read(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
+                pbt=None if given["pbt"] is None else read_pbt(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
             )  # fmt: skip
         except (RunFolderError, TrustError):
             raise

@@ -231,7 +231,7 @@ class WandB:
 
 # --- progress displays, on stderr or in a notebook; if a display fails, the run continues without it
 
-Progress = bool | Literal["auto", "bar", "lines", "notebook"]
+ProgressDisplay = bool | Literal["auto", "bar", "lines", "notebook"]
 Show = Callable[[Tick], None]
 Display = Callable[..., contextlib.AbstractContextManager[Show]]
 
@@ -239,7 +239,7 @@ _SHOWN = {"episode_return": "return", "eval_return": "eval"}
 _USUAL = ("episode_return", "episode_length")  # columns that start with these names are metrics of the environment
 
 
-def choose_display(progress: Progress) -> Display:
+def choose_display(progress: ProgressDisplay) -> Display:
     """Chooses the display of a run's progress."""
     if progress is False:
         return lambda *args: contextlib.nullcontext(lambda tick: None)

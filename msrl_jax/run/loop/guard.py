@@ -142,7 +142,7 @@ class Guard:
     def earlier(self, run: Run) -> tuple[Any, int, int]:
         """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
         checkpoint, or the initial state."""
-        for saved in [] if run.path is None else checkpoint.complete(run.path):
+        for saved in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
             if self._kept is not None and saved.iteration <= self._kept[1]:
                 break
             with contextlib.suppress(checkpoint.CheckpointError):
@@ -171,7 +171,7 @@ EXPLANATIONS: Registry[Callable[[Run, Finding, Guard], Finding]] = Registry("exp
 """The explanations of rooms: functions that add `failure` and `replay` to a finding, or a `note` on why they are unknown."""
 
 
-class Divergence:
+class StopOrRollBack:
     """A hook that ends a run with a non-finite value, or rolls it back to its last good state."""
 
     def __init__(self, guard: Guard, saver: Checkpoints | None):

@@ -26,7 +26,7 @@ from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
-from msrl_jax.run.disk.checkpoint import CheckpointWriter, complete
+from msrl_jax.run.disk.checkpoint import CheckpointWriter, complete_checkpoints
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.disk.store import Saved, progress_of
 from msrl_jax.run.evaluation.evaluate import make_evaluator
@@ -206,7 +206,7 @@ class LostSteps:
         warnings.warn(f"{fact}; {remedy}", UserWarning, stacklevel=2)
 
 
-class Rows:
+class RunFileWriter:
     """Writes `config.json`, `run.toml`, and rows of `metrics.jsonl`; keeps rows that cannot be written for a later attempt."""
 
     def __init__(self):
@@ -273,7 +273,7 @@ class Checkpoints:
 
     def _best_saved(self, run: Run) -> float:
         assert run.path is not None
-        return max((c.score for c in complete(run.path) if c.score is not None), default=-math.inf)
+        return max((c.score for c in complete_checkpoints(run.path) if c.score is not None), default=-math.inf)
 
     def before(self, run: Run) -> None:
         """Saves the run if a checkpoint is due."""

@@ -78,35 +78,35 @@ def export(
     steps = int(result.history["step"][-1]) if len(result.history["step"]) else 0
     about |= {"run": result.folder, "member": number, **result.settings[number], "steps": steps, "sample": sample}
     with one_at_a_time:
-        policy = policy_of(result.behavior, result.acting_state(number), sample)
+        policy = exported_policy(result.behavior, result.acting_state(number), sample)
         return write(policy, as_path("path", path), about, batch)
 
 
-def policy_of(behavior: Behavior, state: Any, sample: bool) -> Policy:
+def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
     """Makes the policy from one member's state."""
     leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("export needs an agent whose initial carry is all zeros, so that callers can start an episode")
     observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
-    memories = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
+    carried = {f"memory_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
         obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
         size = jax.tree.leaves(obs)[0].shape[0]
-        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in memories.items()]
+        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carried.items()]
         # A barrier, so that operations on parameters alone are not folded at compile time, which would round differently.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
         action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
-        after = zip(memories, held, jax.tree.leaves(carry), strict=True)
+        after = zip(carried, held, jax.tree.leaves(carry), strict=True)
         return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
 
     given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
-    whole_policy = Policy(run, observations | memories | given)
+    whole_policy = Policy(run, observations | carried | given)
     # The carry of a critic does not change.
     changes = jax.eval_shape(run, **whole_policy.batched(1))
-    return Policy(run, observations | {n: x for n, x in memories.items() if f"next_{n}" in changes} | given)
+    return Policy(run, observations | {n: x for n, x in carried.items() if f"next_{n}" in changes} | given)
 
 
 def _names_of(observed: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Run, walk
+from msrl_jax.fragments.passes.instructions import RunProgram, walk
 from msrl_jax.policies import Layout, Placement
 from tests.support.compare import POLICIES, assert_close, run_plain
 from tests.support.slow import slow_unless
@@ -177,7 +177,7 @@ def test_a_row_that_nothing_reads_is_stored_where_the_loop_runs_no_program(devic
         return {**state, "w": fit(state["w"], x), "x": x}, {"stacked": stacked}
 
     program = msrl.compile(iteration, initial_state(), policy=Apart(), axes=AXES, devices=devices)
-    assert any(isinstance(i, Run) and i.name == "write row" and i.rows for i, _ in walk(program.instructions))
+    assert any(isinstance(i, RunProgram) and i.name == "write row" and i.rows for i, _ in walk(program.instructions))
     assert_close(program.run(initial_state(), 2), run_plain(iteration, initial_state(), 2))
 
 

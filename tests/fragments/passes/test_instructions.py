@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Loop, Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Loop, Move, RunProgram, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from tests.support import toy
 from tests.support.compare import POLICIES
@@ -25,8 +25,8 @@ def programs():
 
 
 def runs(program):
-    """(fragments of the program, placement, times per iteration) of every Run."""
-    return [(i.name, i.placement.name, n) for i, n in walk(program.instructions) if isinstance(i, Run)]
+    """(fragments of the program, placement, times per iteration) of every RunProgram."""
+    return [(i.name, i.placement.name, n) for i, n in walk(program.instructions) if isinstance(i, RunProgram)]
 
 
 def crossings(program):
@@ -66,7 +66,7 @@ def test_single_learner_fine_exchanges_every_step_and_never_parameters(programs)
 
 def test_rows_are_read_and_written_inside_the_programs_of_a_loop(programs):
     (loop,) = [i for i in programs["SingleLearnerFine"].instructions if isinstance(i, Loop)]
-    inner = [i for i in loop.body if isinstance(i, Run)]
+    inner = [i for i in loop.body if isinstance(i, RunProgram)]
     assert [i.name for i in inner] == ["act", "env_step"]  # no program of its own stacks or slices
     assert sum(len(i.writes) for i in inner) == 3  # x, action, reward
     assert all(buffer.aval.shape[0] == toy.UNROLL for i in inner for pair in i.writes for buffer in pair)
@@ -74,7 +74,7 @@ def test_rows_are_read_and_written_inside_the_programs_of_a_loop(programs):
     for i in inner:  # the stacks are written in place
         (described,) = [p for p in plan.programs if p.name == i.name]
         assert described.donated_bytes >= sum(buffer.nbytes for buffer, _ in i.writes) // i.placement.mesh.size > 0
-    learn = next(i for i in programs["SingleLearnerFine"].instructions if isinstance(i, Run) and "learn" in i.fragments)
+    learn = next(i for i in programs["SingleLearnerFine"].instructions if isinstance(i, RunProgram) and "learn" in i.fragments)
     moved = [v for i in programs["SingleLearnerFine"].instructions if isinstance(i, Move) for v in i.results]
     stacked_there = [v for v in learn.inputs if v.aval.shape[:2] == (toy.UNROLL, toy.ENVS) and v not in moved]
     assert len(stacked_there) == 2  # x crosses for inference anyway and action is made there: neither crosses again
@@ -136,7 +136,7 @@ def test_nothing_compiles_after_the_first_iteration(name, programs):
 @pytest.mark.parametrize("name", [n for n in POLICIES if n != "GPUOnly"])
 def test_memory_of_the_learner_is_reused(name, programs):
     program = programs[name]
-    last = [i for i, _ in walk(program.instructions) if isinstance(i, Run) and "apply_update" in i.fragments][-1]
+    last = [i for i, _ in walk(program.instructions) if isinstance(i, RunProgram) and "apply_update" in i.fragments][-1]
     reused = {last.inputs[k].label for k in last.donated}
     assert {"state.opt_state[0].mu['w']", "state.opt_state[0].nu['v']"} <= reused
 
@@ -160,6 +160,6 @@ def test_the_host_stays_within_what_cpu_devices_admit(programs, monkeypatch):
     counting = {"block_until_ready": lambda x: waits.append(ready(x))}
     monkeypatch.setattr(runtime, "jax", types.SimpleNamespace(**{**vars(jax), **counting}))
     program.run(state, 6, donate=True)
-    meshes = {i.placement.mesh for i in program.instructions if isinstance(i, Run)}
+    meshes = {i.placement.mesh for i in program.instructions if isinstance(i, RunProgram)}
     launched = 6 * sum(n for _, _, n in runs(program))
     assert len(waits) >= launched // 12 - len(meshes)

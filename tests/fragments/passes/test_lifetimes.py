@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Free, Loop, Run, Schedule, Value
+from msrl_jax.fragments.passes.instructions import Free, Loop, RunProgram, Schedule, Value
 from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from tests.support import random_loops, toy
 from tests.support.compare import POLICIES
@@ -32,7 +32,7 @@ def follow(instructions, held, shared, leaves, later):
         given = []
         if isinstance(i, Free):
             given = list(i.values)
-        elif isinstance(i, Run):
+        elif isinstance(i, RunProgram):
             given = [*(i.inputs[k] for k in i.donated), *(buffer for buffer, _ in i.writes)]
             assert all(reads.count(v) == 1 for v in given), f"gives away what it reads twice: {i}"
         elif isinstance(i, Loop):
@@ -127,7 +127,7 @@ def test_what_a_program_reads_twice_is_not_given_away():
     kind = jax.core.ShapedArray((4,), np.dtype(np.float32))
     x, once, y, z = (Value(i, kind, place, "") for i in range(4))
     program = jax.make_jaxpr(lambda a, b, c: (a + b, c))(*[jnp.zeros(4)] * 3)
-    run = Run("add", place, program, (x, x, once), (y, z))
+    run = RunProgram("add", place, program, (x, x, once), (y, z))
     settled = add_lifetimes(Schedule(((x,), (once,)), (run,), ((y,), (z,)), ()))
-    assert [i.donated for i in settled.body if isinstance(i, Run)] == [(2,)]
+    assert [i.donated for i in settled.body if isinstance(i, RunProgram)] == [(2,)]
     follow(settled.body, [x, once], set(), [y, z], [])

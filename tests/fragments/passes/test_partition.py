@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Move, Run, walk
-from msrl_jax.fragments.passes.placing import Placing
+from msrl_jax.fragments.passes.instructions import Move, RunProgram, walk
+from msrl_jax.fragments.passes.placing import Places
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
 
@@ -48,8 +48,8 @@ def test_glue_makes_no_program_wait():
         toy.iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=toy.AXES
     )
     body = program.instructions
-    learn = next(i for i in body if isinstance(i, Run) and "learn" in i.fragments)
-    rollout = next(i for i in body if isinstance(i, Run) and "act" in i.fragments)
+    learn = next(i for i in body if isinstance(i, RunProgram) and "learn" in i.fragments)
+    rollout = next(i for i in body if isinstance(i, RunProgram) and "act" in i.fragments)
     assert body.index(rollout) < body.index(learn)
     loss_label = {v.label for v in program.schedule.metrics}
     assert loss_label  # every metric has a readable name
@@ -90,8 +90,8 @@ def test_free_values_are_computed_where_they_are_needed():
 
 def test_chains_of_keys_are_placed_in_one_pass(monkeypatch):
     visits = []
-    inner = Placing.needed_at
-    monkeypatch.setattr(Placing, "needed_at", lambda *args: visits.append(1) or inner(*args))
+    inner = Places.needed_at
+    monkeypatch.setattr(Places, "needed_at", lambda *args: visits.append(1) or inner(*args))
 
     def visits_of(splits):
         def glue(key, params, x):

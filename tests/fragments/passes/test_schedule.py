@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Loop, Run
+from msrl_jax.fragments.passes.instructions import Loop, RunProgram
 from tests.support.compare import assert_close, run_plain
 
 
@@ -31,6 +31,6 @@ def test_rows_that_pass_through_a_loop_are_stored_by_programs_that_run_anyway():
     state = {"w": jnp.float32(1), "x": jnp.arange(8.0)}
     program = msrl.compile(iteration, state, policy=msrl.policies.SingleLearnerFine(), axes={"w": P(), "x": P("env")})
     (loop,) = [i for i in program.instructions if isinstance(i, Loop)]
-    stored = [(i.name, i.placement.name, len(i.writes)) for i in loop.body if isinstance(i, Run)]
+    stored = [(i.name, i.placement.name, len(i.writes)) for i in loop.body if isinstance(i, RunProgram)]
     assert stored == [("push", "envs", 1), ("fit", "learners", 2)]
     assert_close(program.run(state, 2), run_plain(iteration, state, 2))

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Move, Run
+from msrl_jax.fragments.passes.instructions import Move, RunProgram
 from tests.support import replay_loop, toy
 from tests.support.compare import assert_close
 from tests.support.program import dependencies
@@ -126,7 +126,7 @@ def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
     program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
     down = [r for i in program.instructions if isinstance(i, Move) for r in i.results if r.placement.name == "actors"]
     assert [v.label for v in down] == ["state.params['w']"]
-    assert not any(v in i.reads() for v in down for i in program.instructions if isinstance(i, Run))
+    assert not any(v in i.reads() for v in down for i in program.instructions if isinstance(i, RunProgram))
     assert not any("wait for the learner" in w for w in program.explain().warnings)
 
 

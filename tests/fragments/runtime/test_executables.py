@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Run
-from msrl_jax.fragments.runtime.cpu_lowering import lower, threefry2x32
+from msrl_jax.fragments.passes.instructions import RunProgram
+from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted, threefry2x32
 from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support import processes, toy
 from tests.support.compare import assert_close, run_plain
@@ -38,7 +38,7 @@ def test_a_fragment_used_twice_is_compiled_once():
 
     state = jnp.ones((8, 4))
     program = msrl.compile(iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=1), axes=P())
-    names = [i.name for i in program.instructions if isinstance(i, Run)]
+    names = [i.name for i in program.instructions if isinstance(i, RunProgram)]
     assert names == ["squash", "shift", "squash"]
     after, metrics = program.run(state, 2)
     assert program.executables.count == 2 and metrics == {}
@@ -55,7 +55,7 @@ def test_fused_program_costs_no_more_than_the_handwritten_scan(devices):
     def handwritten(state):
         return jax.lax.scan(lambda s, _: toy.iteration(s), state, None, length=3)
 
-    reference = lower(handwritten, state)()  # with the random bits of programs
+    reference = lower_jitted(handwritten, state)()  # with the random bits of programs
     (fused,) = program.compiled(3)
     ours = fused.cost_analysis()
     theirs = reference.cost_analysis()
@@ -102,7 +102,7 @@ def test_numbers_are_those_of_jax_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     namespace = {}
     exec(DRAW, namespace)
-    program = lower(jax.jit(namespace["draw"]), jax.random.key(0))()
+    program = lower_jitted(jax.jit(namespace["draw"]), jax.random.key(0))()
     namespace["drawn"] = [program(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
     with np.load(tmp_path / "x.npz") as alone:
         for mine, name in zip(jax.tree.leaves(namespace["drawn"]), alone, strict=True):

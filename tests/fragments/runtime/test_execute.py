@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.measure import dispatch_time
-from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, RunProgram, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from msrl_jax.fragments.runtime import transfer
 from msrl_jax.fragments.runtime.host_queue import HostQueue
@@ -93,8 +93,10 @@ def test_a_value_lost_in_the_middle_of_a_chunk_stops_the_run_at_its_end(devices,
 def test_dispatch_is_measured_per_instruction(name, programs):
     program, state = programs[name], toy.initial_state()
     found = dispatch_time(program, state)
-    times = {kind: sum(n for i, n in walk(program.instructions) if isinstance(i, kind)) for kind in (Run, Move, Alloc, Loop)}
-    assert times[Loop] > 0 and found.instructions == times[Run] + times[Move] + times[Alloc]
+    times = {
+        kind: sum(n for i, n in walk(program.instructions) if isinstance(i, kind)) for kind in (RunProgram, Move, Alloc, Loop)
+    }
+    assert times[Loop] > 0 and found.instructions == times[RunProgram] + times[Move] + times[Alloc]
     assert 0 < found.python_microseconds < found.microseconds
     assert found.call_microseconds > 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))

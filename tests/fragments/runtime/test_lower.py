@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Move, RunProgram, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from msrl_jax.fragments.runtime.coalesce import SMALL
 from msrl_jax.policies import Central
@@ -56,7 +56,7 @@ def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices
     (w, m, _), _ = program.run(state, 1)
     for x in (w, m):  # parameters and optimizer state lie in parts
         assert [s.data.shape for s in x.addressable_shards] == [(4, wide // 4)] * 4
-    run = next(i for i in program.instructions if isinstance(i, Run) and "gradients" in i.fragments)
+    run = next(i for i in program.instructions if isinstance(i, RunProgram) and "gradients" in i.fragments)
     (compiled,) = [c for c in program.compiled() if "gradients" in (c.as_text() or "").splitlines()[0]]
     assert run.outputs[0].aval.shape == (4, wide)
     assert compiled.output_shardings[0].shard_shape((4, wide)) == (4, wide // 4)
@@ -104,7 +104,7 @@ def test_gradients_that_are_split_are_gathered_where_they_are_made(devices, sent
     state = toy.initial_state()
     program = msrl.compile(toy.iteration, state, policy=Central(workers=2), axes=toy.AXES, devices=devices[:3])
     program.run(state, 1)
-    run = next(i for i, _ in walk(program.instructions) if isinstance(i, Run) and "gradients" in i.fragments)
+    run = next(i for i, _ in walk(program.instructions) if isinstance(i, RunProgram) and "gradients" in i.fragments)
     (compiled,) = [c for c in program.compiled() if "gradients" in (c.as_text() or "").splitlines()[0]]
     assert not all(s.is_fully_replicated for s in compiled.output_shardings[: len(run.outputs)])
     sent.clear()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from msrl_jax.fragments import measure
-from msrl_jax.fragments.passes.instructions import Free, Loop, Move, Run, walk
-from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict
+from msrl_jax.fragments.passes.instructions import Free, Loop, Move, RunProgram, walk
+from msrl_jax.fragments.runtime.timing import Cost, measure_costs, predict_time
 from msrl_jax.policies import SingleLearnerCoarse, SingleLearnerFine
 from tests.support import toy
 
@@ -24,7 +24,7 @@ def costs_of(schedule, run, move, dispatch=0.0, other=0.0):
     """Costs by kind: `run` maps the name of a placement to seconds."""
     found = {}
     for i, _ in walk(schedule.body):
-        if isinstance(i, Run):
+        if isinstance(i, RunProgram):
             found[i] = Cost(dispatch, run[i.placement.name] if i.fragments else other)
         elif isinstance(i, Move) and not i.is_copy:
             found[i] = Cost(dispatch, move)
@@ -38,11 +38,11 @@ def test_synchronous_parts_wait_for_each_other_and_stale_ones_overlap():
     times = {}
     for staleness in (0, 1):
         program = compiled(SingleLearnerCoarse(staleness=staleness))
-        acting = [i for i, _ in walk(program.schedule.body) if isinstance(i, Run) and i.fragments]
+        acting = [i for i, _ in walk(program.schedule.body) if isinstance(i, RunProgram) and i.fragments]
         assert [i.placement.name for i in acting].count("learners") == 1
         acting = len(acting) - 1
         costs = costs_of(program.schedule, runs, 0.25)
-        times[staleness] = predict(program.schedule, costs, ahead=2 + staleness)
+        times[staleness] = predict_time(program.schedule, costs, ahead=2 + staleness)
         assert times[staleness].programs == {"actors": 3.0 * acting, "learners": 5.0}
     # Parameters go down, trajectories go up; with staleness the longer of acting and learning is all that counts.
     np.testing.assert_allclose(times[0].seconds, 3.0 * acting + 0.25 + 5.0 + 0.25)
@@ -53,7 +53,7 @@ def test_synchronous_parts_wait_for_each_other_and_stale_ones_overlap():
 def test_a_delay_counts_once_for_each_exchange_in_a_chain():
     program = compiled("SingleLearnerFine")
     costs = costs_of(program.schedule, {"envs": 1.0, "learners": 1.0}, 0.0)
-    plain, slow = (predict(program.schedule, costs, ahead=2, delay=delay) for delay in (0.0, 0.5))
+    plain, slow = (predict_time(program.schedule, costs, ahead=2, delay=delay) for delay in (0.0, 0.5))
     # Observations go up and actions down in every step of the unroll; then the learner has all that it needs but the last step.
     assert slow.exchanges == plain.exchanges >= 2 * toy.UNROLL
     assert 2 * toy.UNROLL * 0.5 <= slow.seconds - plain.seconds <= slow.exchanges * 0.5
@@ -64,7 +64,7 @@ def test_the_host_is_the_limit_where_its_calls_are():
     program = compiled("Central")
     instructions = sum(times for i, times in walk(program.schedule.body) if not isinstance(i, Loop | Free))
     costs = costs_of(program.schedule, {"workers": 1e-3, "server": 1e-3}, 1e-3, dispatch=1.0, other=1e-3)
-    found = predict(program.schedule, costs, ahead=2)
+    found = predict_time(program.schedule, costs, ahead=2)
     np.testing.assert_allclose([found.dispatch, found.seconds], instructions, rtol=1e-3)
 
 

@@ -19,7 +19,15 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.run.disk import checkpoint
-from msrl_jax.run.disk.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
+from msrl_jax.run.disk.checkpoint import (
+    SEAL,
+    CheckpointError,
+    CheckpointWriter,
+    complete_checkpoints,
+    load_checkpoint,
+    newest,
+    verify,
+)
 from tests.support import processes
 from tests.support.full_disk import no_file_above
 from tests.support.runs import assert_same_state
@@ -48,7 +56,7 @@ def write(path, *saves, keep=9, scores=()):
         writer.save(number, state, (), {"rows": number, "text": "ä"}, score)
     writer.wait()
     writer.close()
-    return complete(path)
+    return complete_checkpoints(path)
 
 
 def no_note(text):
@@ -58,7 +66,7 @@ def no_note(text):
 def test_any_state_round_trips(state, tmp_path):
     (saved,) = write(tmp_path, state)
     verify(saved)
-    loaded, registers = load(saved, jax.eval_shape(lambda: state))
+    loaded, registers = load_checkpoint(saved, jax.eval_shape(lambda: state))
     assert_same_state(loaded, state)
     assert registers == () and saved.progress == {"rows": 1, "text": "ä"} and newest(tmp_path, no_note) == saved
     np.testing.assert_array_equal(jax.random.normal(loaded.keys[5]), jax.random.normal(state.keys[5]))
@@ -75,8 +83,8 @@ def test_what_is_saved_is_the_state_at_that_time(tmp_path):
             x = step(x)
     writer.wait()
     writer.close()
-    for saved in complete(tmp_path):
-        np.testing.assert_array_equal(load(saved, {"x": x})[0]["x"], 3.0 * saved.iteration)
+    for saved in complete_checkpoints(tmp_path):
+        np.testing.assert_array_equal(load_checkpoint(saved, {"x": x})[0]["x"], 3.0 * saved.iteration)
 
 
 def test_a_state_is_read_onto_other_devices_than_it_was_saved_from(state, tmp_path):
@@ -87,7 +95,7 @@ def test_a_state_is_read_onto_other_devices_than_it_was_saved_from(state, tmp_pa
     saves = [jax.device_put(state, spread(state, count)) for count in (8, 2)]
     for saved in write(tmp_path, *saves):
         for to in (spread(state, 4), spread(state, 1), jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[2]), state)):
-            loaded, _ = load(saved, jax.eval_shape(lambda: state), (), jax.tree.leaves(to))
+            loaded, _ = load_checkpoint(saved, jax.eval_shape(lambda: state), (), jax.tree.leaves(to))
             assert_same_state(loaded, state)
             for x, at in zip(jax.tree.leaves(loaded), jax.tree.leaves(to), strict=True):
                 assert x.sharding.is_equivalent_to(at, x.ndim)
@@ -105,7 +113,7 @@ def test_a_state_is_read_onto_other_devices_than_it_was_saved_from(state, tmp_pa
 def test_a_checkpoint_that_does_not_fit_says_where(state, tmp_path, change, message):
     (saved,) = write(tmp_path, state)
     with pytest.raises(CheckpointError, match=message):
-        load(saved, change(state))
+        load_checkpoint(saved, change(state))
 
 
 @pytest.mark.parametrize("change", [{"score": 9.0}, {"progress": {"rows": 1, "text": "other"}}, {"iteration": 3}])
@@ -116,7 +124,7 @@ def test_a_seal_that_was_edited_is_damaged(change, tmp_path):
     (newer.path / SEAL).write_text(json.dumps(seal | change))
     with pytest.raises(CheckpointError, match=r"000000000002 is damaged: run\.json is not what was written"):
         verify(newer)
-    found, _ = complete(tmp_path)
+    found, _ = complete_checkpoints(tmp_path)
     assert not found.is_readable and found.score is None and found.progress == {}
     with pytest.warns(UserWarning, match="iteration 1 is used instead"):
         assert newest(tmp_path, lambda text: warnings.warn(text, stacklevel=1)) == older
@@ -130,7 +138,7 @@ def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(tmp_path):
     writer.save(4, x, (), {}, None)
     writer.wait()
     writer.close()
-    assert [c.iteration for c in complete(tmp_path) if c.is_readable] == [4, 1]
+    assert [c.iteration for c in complete_checkpoints(tmp_path) if c.is_readable] == [4, 1]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -183,11 +191,11 @@ def test_a_failed_save_raises_names_the_checkpoint_and_harms_no_other(tmp_path, 
     with pytest.raises(OSError, match=r"checkpoints/000000000002 cannot be written: .*No space left"):
         writer.wait()
     monkeypatch.undo()
-    assert complete(tmp_path) == [before]
+    assert complete_checkpoints(tmp_path) == [before]
     writer.save(3, x, (), {}, None)  # and the next one works
     writer.wait()
     writer.close()
-    assert [c.iteration for c in complete(tmp_path)] == [3]
+    assert [c.iteration for c in complete_checkpoints(tmp_path)] == [3]
 
 
 def test_what_a_failed_save_wrote_is_removed_at_once(tmp_path):
@@ -221,7 +229,7 @@ def test_a_save_that_fails_before_it_begins_leaves_nothing_and_what_is_left_stop
     writer.save(1, {"x": jnp.ones(3)}, (), {}, None)
     writer.wait()
     writer.close()
-    verify(complete(tmp_path)[0])
+    verify(complete_checkpoints(tmp_path)[0])
 
 
 def test_checkpoints_leave_no_threads_files_or_writers_behind(tmp_path):
@@ -270,7 +278,7 @@ def kill_while_saving(path, kills, rng):
             continue
         assert last <= found.iteration <= announced + 1
         last = found.iteration
-        state, _ = load(found, like)
+        state, _ = load_checkpoint(found, like)
         assert (state["x"] == last).all() and (state["y"] == -last).all() and found.progress == {"rows": last}
         assert json.loads((found.path / SEAL).read_text())["iteration"] == last
     return last

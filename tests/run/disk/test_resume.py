@@ -16,7 +16,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.run import Result
-from msrl_jax.run.disk.checkpoint import complete
+from msrl_jax.run.disk.checkpoint import complete_checkpoints
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.prepare import make_experiment, resumed_experiment
@@ -77,7 +77,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(name, policy, whole, pendulum_da
     assert_same_rows(tmp_path / "steps.npz", rows)
     loaded = Result.load(tmp_path / "run")
     assert_same_run(loaded, expected)
-    assert len(complete(tmp_path / "run")) in (2, 3), "the newest two, and the best"
+    assert len(complete_checkpoints(tmp_path / "run")) in (2, 3), "the newest two, and the best"
 
 
 def start(name, policy, folder, data, record):
@@ -106,7 +106,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
 def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     expected, rows = whole("ppo", "GPUOnly")
     with start("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz") as process:
-        next(line for line in process.stdout if complete(tmp_path / "run"))
+        next(line for line in process.stdout if complete_checkpoints(tmp_path / "run"))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=300)
     train("ppo", tmp_path / "run", devices=4, resume=True, record=tmp_path / "steps.npz")

@@ -17,10 +17,10 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.run import Result
 from msrl_jax.run.disk import checkpoint
-from msrl_jax.run.disk.checkpoint import CheckpointError, complete
+from msrl_jax.run.disk.checkpoint import CheckpointError, complete_checkpoints
 from msrl_jax.run.disk.folder import NotSavedError, SaveWarning, append_rows, each_row, locked, rewind_rows, write_table
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
-from msrl_jax.run.disk.store import complete as complete_folder
+from msrl_jax.run.disk.store import complete_folder as complete_folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
 from msrl_jax.run.outcome import Outcome
 from tests.support.full_disk import no_file_above
@@ -79,18 +79,18 @@ def break_config(**changes):
 
 
 def break_checkpoint(path):
-    for saved in complete(path):
+    for saved in complete_checkpoints(path):
         (saved.path / "_METADATA").write_bytes(b"{}")
 
 
 def damage_seals(path):
-    for saved in complete(path):
+    for saved in complete_checkpoints(path):
         (saved.path / "run.json").write_text("[" * 200_000)
 
 
 def edit_checkpoints(text, other):
     def change(path):
-        for saved in complete(path):
+        for saved in complete_checkpoints(path):
             content = (saved.path / "run.json").read_text()
             (saved.path / "run.json").write_text(content.replace(text, other))
 
@@ -190,7 +190,7 @@ def test_without_its_summary_an_agent_acts(copy):
 
 
 def test_an_ended_run_misses_its_newest_checkpoint(copy):
-    last, before = complete(copy)
+    last, before = complete_checkpoints(copy)
     (last.path / "run.json").unlink()
     with pytest.warns(ResumeWarning, match=rf"{last.path.name} is damaged: run.json is missing; .* {before.iteration} is used"):
         loaded = Result.load(copy)
@@ -198,7 +198,7 @@ def test_an_ended_run_misses_its_newest_checkpoint(copy):
 
 
 def test_the_status_tells_whether_a_checkpoint_is_the_newest(copy):
-    last, before = (c.iteration for c in complete(copy))
+    last, before = (c.iteration for c in complete_checkpoints(copy))
     for which, status in [(before, "earlier checkpoint"), (last, Result.load(copy).status)]:
         loaded = Result.load(copy, checkpoint=which)
         assert loaded.status == status != "unfinished" and f"({status}" in repr(loaded)
@@ -248,7 +248,7 @@ def test_a_run_without_a_checkpoint_starts_again(copy, stopped):
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
-    found = complete(copy)
+    found = complete_checkpoints(copy)
     (found[0].path / "manifest.ocdbt").unlink()
     message = (
         rf"{found[0].path.name} is damaged: manifest\.ocdbt is missing; the checkpoint after iteration {found[1].iteration}"
@@ -264,7 +264,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
 
 @pytest.mark.long
 def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
-    newer, older = complete(copy)
+    newer, older = complete_checkpoints(copy)
     (newer.path / "_sharding").write_bytes(b"")
     foreign = copy / "checkpoints" / "mine"
     shutil.copytree(older.path, foreign)
@@ -272,7 +272,7 @@ def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
         result = msrl.train(
             resume=copy, devices=jax.devices()[:1], progress=False, callbacks=[stop_after(6)], keep_checkpoints=1
         )
-    assert [c.iteration for c in complete(copy)] == [newer.iteration] and foreign.is_dir()
+    assert [c.iteration for c in complete_checkpoints(copy)] == [newer.iteration] and foreign.is_dir()
     assert newer.path.with_name(f"{newer.path.name}.damaged").is_dir()
     assert_same_run(Result.load(copy), result)
 
@@ -424,7 +424,7 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     options = {"eval_episodes": 2, "eval_every": 64, "checkpoint_every": 3 * 64, "keep_checkpoints": 9}
     with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
         train("ppo", tmp_path / "run", devices=1, iterations=5, chunk=1, **options)
-    found = complete(tmp_path / "run")
+    found = complete_checkpoints(tmp_path / "run")
     assert [c.iteration for c in found] == [5, 4, 3, 1] and checkpoint.best(found) == found[1]
 
 
@@ -508,4 +508,4 @@ def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monk
             "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
         )  # fmt: skip
     assert result.folder == tmp_path / "run" and not result.save_error
-    assert [c.iteration for c in checkpoint.complete(result.folder)] == [3, 1]
+    assert [c.iteration for c in checkpoint.complete_checkpoints(result.folder)] == [3, 1]

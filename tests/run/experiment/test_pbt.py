@@ -20,7 +20,7 @@ from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.plan.hlo import COLLECTIVES, module_of
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.run.experiment.agent_transforms import Member
-from msrl_jax.run.experiment.pbt import evolve, exploit, explore, read
+from msrl_jax.run.experiment.pbt import evolve, exploit, explore, read_pbt
 from msrl_jax.run.prepare import make_experiment
 from tests.support.compiled import instructions
 from tests.support.slow import slow_unless
@@ -262,11 +262,11 @@ def test_runs_that_are_refused_before_anything_compiles(env, options, message):
 
 def test_text_says_the_same():
     text = "members=8,every=2,fraction=0.25,learning_rate=log_uniform:1e-5:1e-2,exploit=tournament,entropy_coef=uniform:0:0.1"
-    assert read(text) == dataclasses.replace(EIGHT, exploit="tournament")
-    assert read(EIGHT.to_json()) == EIGHT
-    assert read(json.loads(json.dumps(EIGHT.to_json()))) == EIGHT
+    assert read_pbt(text) == dataclasses.replace(EIGHT, exploit="tournament")
+    assert read_pbt(EIGHT.to_json()) == EIGHT
+    assert read_pbt(json.loads(json.dumps(EIGHT.to_json()))) == EIGHT
     with pytest.raises(ValueError, match="cannot read"):
-        read("members=8;every=2")
+        read_pbt("members=8;every=2")
 
 
 # ---- the same run everywhere

@@ -12,7 +12,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs, policies
-from msrl_jax.agents.schedules import read as read_schedule
+from msrl_jax.agents.schedules import read_schedule as read_schedule
 from msrl_jax.cli import main
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.support import naming
@@ -66,7 +66,7 @@ def sent(copy, tmp_path, monkeypatch):
         config = json.loads((copy / "config.json").read_text())
         config |= changes | {"config": config["config"] | changes.get("config", {})}
         (copy / "config.json").write_text(json.dumps(config))
-        for saved in checkpoint.complete(copy):
+        for saved in checkpoint.complete_checkpoints(copy):
             seal = json.loads((saved.path / "run.json").read_text())
             seal["progress"]["settings"] = fingerprint(config)
             (saved.path / "run.json").write_text(json.dumps(seal | {"sum": checkpoint._sum(seal)}))
@@ -286,7 +286,7 @@ def test_no_link_leads_what_a_run_writes_elsewhere(name, sent, tmp_path, capsys)
 
 def test_no_link_among_checkpoints_leads_to_those_of_another_run(sent, tmp_path, capsys):
     shutil.copytree(run := sent(), other := tmp_path / "other")
-    for saved in checkpoint.complete(run):  # the next save would delete the seals of old ones
+    for saved in checkpoint.complete_checkpoints(run):  # the next save would delete the seals of old ones
         shutil.rmtree(saved.path)
         saved.path.symlink_to(other / "checkpoints" / saved.path.name)
     assert "is a symbolic link" in one_line(["train", "--out", "run", "--resume", "--progress", "none"], capsys)

@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.history import NO_EPISODES, SKIPPED
 from msrl_jax.run.experiment.agent_transforms import Member
-from msrl_jax.run.loop.guard import MOST_SKIPPED, Divergence, Guard, again
+from msrl_jax.run.loop.guard import MOST_SKIPPED, Guard, StopOrRollBack, again
 from msrl_jax.run.loop.loop import StopReason
 from msrl_jax.run.loop.watch import non_finite
 from tests.support.guarded_envs import Faulty
@@ -105,7 +105,7 @@ def test_skip_ends_a_run_whose_member_drops_too_many_updates_in_a_row():
         guard.after(run)
         assert (run.finding is None) == (run.iteration < 7 + MOST_SKIPPED)
     assert (run.finding.metric, run.finding.iteration, run.finding.member) == (SKIPPED, 8, 1)
-    assert Divergence(guard, None).after(run) == StopReason("diverged")
+    assert StopOrRollBack(guard, None).after(run) == StopReason("diverged")
 
 
 def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):
@@ -133,7 +133,7 @@ def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):
         last_episodes=NO_EPISODES.add(0, np.arange(1.0, 7.0)),
     )  # fmt: skip
     monkeypatch.setattr("msrl_jax.run.loop.guard.close_simulators", lambda env: None)
-    assert Divergence(kept, None).after(run) is None
+    assert StopOrRollBack(kept, None).after(run) is None
     assert (run.iteration, run.finding) == (4, None) and [row["iteration"] for row in run.rows] == [2, 4]
     assert run.last_episodes.iterations.tolist() == [1, 2, 3, 4] and run.last_episodes.mean() == 2.5
     assert run.experiment.algorithm == Config(0.25, 0.125) and run.deployment["rollbacks"][0]["to"] == 4

@@ -13,7 +13,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.cli import main
-from msrl_jax.run.outputs.export import policy_of, write
+from msrl_jax.run.outputs.export import exported_policy, write
 from tests.support.acting import acting
 from tests.support.slow import slow_unless
 
@@ -21,8 +21,8 @@ ROWS = 1000
 TEAM = "jaxmarl:MPE_simple_spread_v3"
 LOCK = "tests.support.lock:Lock"
 OTHERS = {
-    "recurrent_ppo+lstm": {"core": "lstm", "memory_size": 16}, "ppo+normal": {"normalize_observations": True},
-    "mappo+gru": {"core": "gru", "memory_size": 16}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
+    "recurrent_ppo+lstm": {"core": "lstm:16"}, "ppo+normal": {"normalize_observations": True},
+    "mappo+gru": {"core": "gru:16"}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
 }  # fmt: skip
 FAST = [("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1")]
 SLOW = [
@@ -100,7 +100,9 @@ def test_a_program_acts_as_the_agent(name, env, sample, tmp_path):
     behavior, state = policy(name, env)
     key = jax.random.key(7) if sample else None
     obs, expected = two_steps(behavior, state, key)
-    file = write(policy_of(behavior, state, sample), tmp_path / "policy.jaxexport", {}, ROWS if name in COUNTING else None)
+    file = write(
+        exported_policy(behavior, state, sample), tmp_path / "policy.jaxexport", {}, ROWS if name in COUNTING else None
+    )
     loaded = jax.export.deserialize(bytearray(file.read_bytes()))
     inputs = parsed(json.loads(loaded.fun_name))
     given = {"key": jax.random.key_data(key)} if sample else {}
@@ -122,7 +124,7 @@ def test_a_model_acts_as_the_agent(name, env, tmp_path):
     pytest.importorskip("jax2onnx", reason="ONNX files need jax2onnx and onnxruntime")
     runtime = pytest.importorskip("onnxruntime")
     behavior, state = policy(name, env)
-    exported, file = policy_of(behavior, state, False), tmp_path / "policy.onnx"
+    exported, file = exported_policy(behavior, state, False), tmp_path / "policy.onnx"
     if "lru" in name:  # ONNX has no complex numbers
         with pytest.raises(ValueError, match=r"jax2onnx cannot express this policy .*export it as \.jaxexport"):
             write(exported, file, {}, None)
@@ -209,7 +211,7 @@ def test_a_network_that_needs_to_know_how_many_there_are(tmp_path):
         return action * (len(obs) > 2 and int(obs.shape[0]) < 9), carry
 
     behavior = dataclasses.replace(behavior, agent=dataclasses.replace(behavior.agent, act=knows))
-    exported = policy_of(behavior, state, False)
+    exported = exported_policy(behavior, state, False)
     with pytest.raises(ValueError, match=r"cannot be traced for an arbitrary batch size \(.*\); give one, such as batch=1"):
         write(exported, tmp_path / "policy.jaxexport", {}, None)
     file = write(exported, tmp_path / "policy.jaxexport", {}, 4)

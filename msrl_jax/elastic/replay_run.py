@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.agents.agent import innermost
-from msrl_jax.elastic.packing import Packing
+from msrl_jax.elastic.parameter_messages import Packing
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.unroll_log import FILE, read_log
 from msrl_jax.fragments.support.tracebacks import entry

@@ -9,12 +9,8 @@ from typing import TypeAlias
 import jax
 
 from msrl_jax.fragments import codecs
-from msrl_jax.fragments.codecs import Codec as Codec
-from msrl_jax.fragments.placement import Device as Device
-from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
-from msrl_jax.fragments.placement import Edge as Edge
-from msrl_jax.fragments.placement import Layout as Layout
-from msrl_jax.fragments.placement import Placement as Placement
+from msrl_jax.fragments.codecs import Codec
+from msrl_jax.fragments.placement import Device, Edge
 from msrl_jax.fragments.support.checks import shown
 
 CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None

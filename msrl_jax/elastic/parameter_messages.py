@@ -64,7 +64,7 @@ class Packing:
 
 
 @dataclass
-class Sender:
+class ActorSender:
     """Creates the messages to one actor, and counts them."""
 
     packing: Packing

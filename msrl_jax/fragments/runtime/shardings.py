@@ -1,0 +1,61 @@
+"""The shardings that follow from placements and declared axes, before XLA chooses any."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.passes.instructions import Instruction, Loop, Move, Schedule, Value, walk
+from msrl_jax.fragments.runtime.executables import replicated
+
+Shardings: TypeAlias = dict[Value, NamedSharding | None]
+"""The sharding of each value; None while the program that reads the value may choose it."""
+
+
+def declared_axes(schedule: Schedule, axes: Sequence[PartitionSpec]) -> dict[Value, PartitionSpec]:
+    """The logical axes of the state's leaves, and of the same values in loops and at other placements."""
+    found = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
+    for i, _ in walk(schedule.body):
+        pairs: Iterable[tuple[Value, Value]] = ()
+        if isinstance(i, Loop):
+            pairs = [(c.init, c.body_in) for c in i.carry]
+        elif isinstance(i, Move) and not i.is_copy:
+            pairs = zip(i.sources, i.results, strict=True)
+        found.update({same: found[value] for value, same in pairs if value in found})
+    return found
+
+
+def moved_sharding(
+    source: Value, result: Value, shardings: Shardings, axes: Mapping[Value, PartitionSpec]
+) -> NamedSharding | None:
+    """The sharding of a Move's result, which splits the same logical axes as the source; None if its reader chooses."""
+    if source in axes:
+        return result.placement.sharding(axes[source], result.aval.shape)
+    if result.placement.mesh.size == 1:
+        return replicated(result)
+    at = shardings[source]
+    if at is None or source.placement.mesh.size == 1:
+        return None
+    return result.placement.sharding(source.placement.logical(at), result.aval.shape)
+
+
+def sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
+    """Values that are read only by moves to placements that keep shards."""
+    found: set[Value] = set()
+    others: set[Value] = set()
+    for i in instructions:
+        shards = isinstance(i, Move) and i.results[0].placement.scatter is not None and not i.is_copy
+        (found if shards else others).update(i.reads())
+    return found - others
+
+
+def scattered(value: Value) -> NamedSharding:
+    """The sharding that splits an array over all devices of its placement, along its largest dimension."""
+    axis = str(value.placement.mesh.axis_names[0])
+    return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
+
+
+def is_same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
+    """Whether two shardings of a value are equivalent."""
+    return a.is_equivalent_to(b, len(value.aval.shape))
