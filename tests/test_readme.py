@@ -25,11 +25,12 @@ from msrl_jax import cli, envs
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.fields import choices
+from msrl_jax.configs.fields import OPTIONS, choices
 from msrl_jax.configs.names import tunable_fields
 from msrl_jax.configs.replay_options import Prioritized
 from msrl_jax.envs import registry
 from msrl_jax.fragments import codecs
+from msrl_jax.losses.q_targets import QTarget
 from msrl_jax.registry.table import ALGORITHMS as REGISTRY
 from msrl_jax.run import Experiment, recipes
 from tests.support import processes
@@ -74,6 +75,7 @@ RUN_HERE = (
     (GAMES, "Self-play"),
     (OWN_ALGORITHM, "From scratch"),
     (OWN_ALGORITHM, TOP),
+    (OWN_ALGORITHM, "Your own option"),
     (OWN_ALGORITHM, "From a trained agent"),
     (OFFLINE, "Recording"),
     (OFFLINE, "Offline RL"),
@@ -534,6 +536,14 @@ def test_a_copy_of_ones_own(run_sections):
     (namespace,), _ = run_sections(OWN_ALGORITHM, TOP)
     result = namespace["result"]
     assert type(result.experiment.algorithm) is namespace["PPO"] and result.experiment.algorithm.clip_ratio == 0.1
+
+
+@pytest.mark.long
+def test_an_option_of_ones_own(run_sections):
+    with mock.patch.dict(OPTIONS[QTarget]):
+        (namespace,), _ = run_sections(OWN_ALGORITHM, "Your own option", steps=2048)
+        assert msrl.algorithms.DQN(target="mixed:0.2") == namespace["result"].config
+        assert str(namespace["result"].config.target) == "mixed:share=0.2"
 
 
 @pytest.mark.long
