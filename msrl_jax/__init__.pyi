@@ -14,6 +14,7 @@ from msrl_jax import policies as policies
 from msrl_jax import replay as replay
 from msrl_jax import report as report
 from msrl_jax import returns as returns
+from msrl_jax import rnd as rnd
 from msrl_jax import run as run
 from msrl_jax import search as search
 from msrl_jax import tournament as tournament

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import tomllib
 from unittest import mock
 
 import pytest
@@ -47,6 +48,16 @@ def test_entries_may_be_replaced_and_taken_out(desk):
             del desk[name]
     with pytest.raises(KeyError):
         desk["lamp"]
+
+
+KINDS = sorted({kind for table in _rooms.rooms().values() for kind in tomllib.loads(table.read_text())})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_table_names_exists(kind):
+    for name, place in added(kind).items():
+        module, _, attribute = place.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute)), (kind, name)
 
 
 def test_what_rooms_add_is_there():

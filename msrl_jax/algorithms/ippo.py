@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
+from msrl_jax.algorithms.ppo import ppo_loss
 from msrl_jax.configs.config import (
     ALL_ACTIONS,
     Activation,
@@ -42,7 +43,6 @@ from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
-from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.centralized import centralized_actor_critic

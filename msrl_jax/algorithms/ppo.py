@@ -35,11 +35,13 @@ from msrl_jax.kernels.networks import global_norm
 from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import NO_BONUS, AddBonus, Trajectory, advantages_and_targets
-from msrl_jax.losses.policy_gradient import ppo_loss
+from msrl_jax.losses.policy_gradient import approximate_kl, clipped_surrogate_loss
+from msrl_jax.losses.values import clipped_value_loss, value_loss
 from msrl_jax.networks.actor_critic import acting_functions, actor_critic, final_value_inputs, values
 from msrl_jax.networks.core import CoreKind
+from msrl_jax.networks.distributions import Distribution
 from msrl_jax.networks.unrolls import Carry, reset_carry
-from msrl_jax.returns.means import standardize
+from msrl_jax.returns.means import mean, standardize
 from msrl_jax.returns.value_size import TargetScale, value_size
 
 
@@ -210,6 +212,27 @@ class PPO:
             env_group=self.num_minibatches if has_core(self) else 1,
             **acting_functions(network, venv.action_space),
         )
+
+
+def ppo_loss(
+    config: Any, policy: Distribution, value: jax.Array, taken: Any,
+    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
+    log_ratio = policy.log_prob(taken.action) - taken.log_prob
+    value_losses = value_loss(value, target)
+    if config.clip_value is not None:
+        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
+    stats = {
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
+        "value_loss": value_losses,
+        "entropy": policy.entropy(),
+        "approx_kl": approximate_kl(log_ratio),
+        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
+    }
+    stats = {name: mean(x.astype(jnp.float32), taken.valid) for name, x in stats.items()}
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats
 
 
 RecurrentPPO = variant(

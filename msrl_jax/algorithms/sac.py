@@ -1,8 +1,12 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905).
 
 One update computes all gradients at the same parameters, so that devices exchange gradients once. The papers update the critics
-first. Discrete actions bring their own policy and critics (1910.07207), and options their own code: a core, distributions of
-returns, and critics without target networks.
+first.
+
+Four objects adapt the losses to actions and options: `heads` makes the policy and critics of continuous or discrete actions
+(`networks/policies.py`, `networks/discrete_policies.py`); `windows` are single steps, or sequences for a core
+(`loops/windows.py`, `loops/recurrence.py`); `predicted` is what critics predict of a return (`losses/predictions.py`); and
+`self.target` says which critics value next steps (`losses/critic_targets.py`).
 """
 
 from typing import Any
@@ -168,15 +172,15 @@ class SAC:
                 actor_loss = -actor.expectation(soft_value(value, log_prob, temperature)).mean()
 
                 # The temperature moves the entropy towards its target.
-                total, log_prob = critic_loss + actor_loss, actor.expectation(log_prob)
+                mean_log_prob, total = actor.expectation(log_prob), critic_loss + actor_loss
                 if self.learn_temperature:
                     entropy = actor.usual_target_entropy() if self.target_entropy is None else self.target_entropy
-                    total += temperature_loss(trained["log_temperature"], log_prob, entropy).mean()
+                    total += temperature_loss(trained["log_temperature"], mean_log_prob, entropy).mean()
                 stats = {
                     "critic_loss": critic_loss,
                     "actor_loss": actor_loss,
                     "q": predicted.expected(q).mean(),
-                    "entropy": -log_prob.mean(),
+                    "entropy": -mean_log_prob.mean(),
                     "temperature": temperature,
                 }
                 return total, (windows.errors(predicted.error(q, target)), stats, statistics)
@@ -205,7 +209,8 @@ class SAC:
                 grads, (td_error, stats, statistics) = gradients(learner.params, learner.target_params, batch)
                 learning_rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-                target_params = update_target(learner.target_params, statistics or params["critic"], ready)
+                followed = params["critic"] if statistics is None else statistics
+                target_params = update_target(learner.target_params, followed, ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)

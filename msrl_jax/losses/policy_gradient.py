@@ -1,14 +1,8 @@
-"""Losses of policy gradients: elementwise functions of arrays of equal shapes `[...]`, and the loss of PPO, which is a mean."""
-
-from typing import Any
+"""Losses of policy gradients: elementwise functions of arrays of equal shapes `[...]`."""
 
 import chex
 import jax
 import jax.numpy as jnp
-
-from msrl_jax.losses.values import clipped_value_loss, value_loss
-from msrl_jax.networks.distributions import Distribution
-from msrl_jax.returns.means import mean
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -54,24 +48,3 @@ def approximate_kl(log_ratio: jax.Array) -> jax.Array:
       One estimate per action; their mean estimates KL(old, new) in nats. `[...]`
     """
     return jnp.expm1(log_ratio) - log_ratio
-
-
-def ppo_loss(
-    config: Any, policy: Distribution, value: jax.Array, taken: Any,
-    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
-    log_ratio = policy.log_prob(taken.action) - taken.log_prob
-    value_losses = value_loss(value, target)
-    if config.clip_value is not None:
-        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
-    stats = {
-        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
-        "value_loss": value_losses,
-        "entropy": policy.entropy(),
-        "approx_kl": approximate_kl(log_ratio),
-        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
-    }
-    stats = {name: mean(x.astype(jnp.float32), taken.valid) for name, x in stats.items()}
-    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
-    return total - config.entropy_coef * stats["entropy"], stats

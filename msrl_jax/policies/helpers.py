@@ -1,6 +1,6 @@
 """Helpers of distribution policies: dividing devices, writing policies as text, and declaring codecs."""
 
-import dataclasses
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,29 @@ def policy_repr(policy: object) -> str:
 
 
 def spec(policy: object) -> str:
-    """A policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one."""
+    """A policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one.
+
+    Raises ValueError if the text would lack a parameter, because the policy has no attribute of that name.
+    """
     kind = type(policy)
     is_custom = kind.__module__.partition(".")[0] not in ("msrl_jax", "__main__")
     is_custom = is_custom and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    if is_custom and (lost := [name for name in _parameters(policy) if not hasattr(policy, name)]):
+        fact = f"the policy {kind.__name__} has the parameter {lost[0]!r}, but no attribute of that name"
+        raise ValueError(f"{fact}, so the folder of a run cannot say what it is; make the class a frozen dataclass")
     return ":".join(filter(None, [kind.__module__ if is_custom else "", kind.__name__, ",".join(_given(policy))]))
 
 
 def _given(policy: object) -> list[str]:
-    fields = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
-    return [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
+    values = {name: (getattr(policy, name, default), default) for name, default in _parameters(policy).items()}
+    return [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
+
+
+def _parameters(policy: object) -> dict[str, object]:
+    """The parameters with which a policy is made, and their defaults."""
+    if type(policy).__init__ is object.__init__:
+        return {}
+    return {name: p.default for name, p in inspect.signature(type(policy)).parameters.items()}
 
 
 ACTING = ("env", "worker")

@@ -44,7 +44,7 @@ def load(algorithm: str) -> type:
         raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
     own = configs(_module(path, text))
     if not own:
-        raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.configs.config")
+        raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")
     if name is None and len(own) > 1:
         raise ValueError(f"{path} has the configs {', '.join(own)}; say which: {found['file']}:{next(iter(own))}")
     if name is not None and name not in own:

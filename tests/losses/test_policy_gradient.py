@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.ppo import ppo_loss
 from msrl_jax.losses import (
     approximate_kl,
     clipped_surrogate_loss,
@@ -15,7 +16,6 @@ from msrl_jax.losses import (
     policy_gradient_loss,
     value_loss,
 )
-from msrl_jax.losses.policy_gradient import ppo_loss
 from msrl_jax.networks.distributions import Categorical
 
 

@@ -243,7 +243,7 @@ class Experiment:
         each, iterations = self.steps_per_iteration, self.iterations
         if chunk is not None and self.pbt is not None and self.pbt.every % chunk:
             raise ValueError(
-                f"chunk={chunk} does not divide PBT.every={self.pbt.every}, so a row of the history would mix hyper-parameters "
+                f"chunk={chunk} does not divide PBT.every={self.pbt.every}, so a row of the history would mix hyperparameters "
                 "from before and after an exploit; use a chunk that does, or leave it out"
             )
         if not iterations:

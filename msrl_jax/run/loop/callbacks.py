@@ -24,7 +24,7 @@ from msrl_jax.fragments.support.terminal import significant
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
 from msrl_jax.run.evaluation.history import scalars, team_of
-from msrl_jax.run.loop.loop import Run, StopReason
+from msrl_jax.run.loop.loop import Run, StopReason, is_true
 from msrl_jax.run.streams import TolerantStream, progress_stream
 
 
@@ -141,7 +141,7 @@ def _answer(function: Callback, tick: Tick) -> bool:
                 f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, which the run still "
                 "needs; donate a copy: jax.tree.map(jnp.copy, tick.state)"
             )
-    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
+    return is_true(answer)
 
 
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:

@@ -209,7 +209,15 @@ class Run:
 def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
     """Calls a phase of a hook, if the hook has it; returns the reason to stop that the hook returned, if any."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
-    return StopReason("stopped") if answer is True else answer if isinstance(answer, StopReason) else None
+    if isinstance(answer, StopReason) and answer.status not in _FIRST:
+        fact = f"{type(hook).__qualname__}.{phase} returned StopReason({answer.status!r})"
+        raise ValueError(f"{fact}; the status is one of {', '.join(_FIRST)}: give what happened as the reason")
+    return answer if isinstance(answer, StopReason) else StopReason("stopped") if is_true(answer) else None
+
+
+def is_true(answer: Any) -> bool:
+    """Whether the answer of a hook or a callback is True, or a scalar array that is."""
+    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
