@@ -20,6 +20,7 @@ from msrl_jax.policies import (
     SingleLearnerCoarse,
     SingleLearnerFine,
 )
+from msrl_jax.policies.helpers import policy_repr, spec
 
 
 def counts(policy, num_devices, **sizes):
@@ -150,6 +151,29 @@ def test_a_policy_of_ones_own():
         expected, _ = step(expected)
     np.testing.assert_allclose(w, expected[1], rtol=1e-6)
     np.testing.assert_allclose(buffer, expected[2], rtol=1e-6)
+
+
+class Keeping:
+    """A policy that is no dataclass."""
+
+    def __init__(self, keep=1, last=False):
+        self.keep, self.last = keep, last
+
+    def layout(self, devices, sizes): ...
+
+
+class Hiding(Keeping):
+    """One whose parameter cannot be read."""
+
+    def __init__(self, hidden=1):
+        super().__init__(hidden)
+
+
+def test_the_text_of_a_custom_policy_has_its_parameters():
+    assert (spec(Keeping()), spec(Keeping(2, last=True))) == (f"{__name__}:Keeping", f"{__name__}:Keeping:keep=2,last=True")
+    assert policy_repr(Keeping(2)) == "Keeping(keep=2)"
+    with pytest.raises(ValueError, match=r"Hiding has the parameter 'hidden', but no attribute .* frozen dataclass"):
+        spec(Hiding(2))
 
 
 def test_unknown_policies_and_parameters_suggest_the_nearest():

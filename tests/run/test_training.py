@@ -13,6 +13,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax.agents.transformations import counted
 from msrl_jax.fragments.counters import to_int
 from msrl_jax.run import Experiment, Result, StopReason
+from msrl_jax.run.loop.loop import _call
 from msrl_jax.run.prepare import make_experiment
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -223,6 +224,16 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
     assert run.status == "stopped" and run.history["iteration"].tolist() == [1, 2]
     around = [(phase, i) for i in (0, 1) for phase in ("before", "after")]
     assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
+
+
+def test_a_hook_stops_a_run_by_any_true_value_and_by_no_status_of_its_own():
+    answering = lambda answer: type("Answering", (), {"after": lambda self, run: answer})()  # noqa: E731
+    for answer in (True, np.True_, jnp.bool_(True)):
+        assert _call(answering(answer), "after", None) == StopReason("stopped")
+    for answer in (None, False, np.False_, 1, "stop"):
+        assert _call(answering(answer), "after", None) is None
+    with pytest.raises(ValueError, match=r"Answering.after returned StopReason\('plateau'\); the status is one of"):
+        _call(answering(StopReason("plateau")), "after", None)
 
 
 @pytest.mark.slow
