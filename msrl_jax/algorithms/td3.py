@@ -185,6 +185,7 @@ class TD3:
 
             (critic, (td_error, q)), critic_grads = jax.value_and_grad(critic_loss, has_aux=True)(params["critic"])
             loss, actor_grads = jax.lax.cond(actor_moves, jax.value_and_grad(actor_loss), no_actor_loss, params["actor"])
+            # Metrics are averaged over updates; those without an actor's loss count as 0.
             stats = {"critic_loss": critic, "actor_loss": loss * self.policy_period, "q": q}
             return {"actor": actor_grads, "critic": critic_grads}, (windows.errors(td_error), stats)
 

@@ -58,4 +58,4 @@ def window_buffer(
         return make(example, **options)
     except ValueError as error:
         text = str(error).replace("min_size", "replay.learning_starts")  # the name of the config field and the flag
-        raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
+        raise ValueError(f"{type(config).__name__}: {text} ({length_is} the length of a window)") from None

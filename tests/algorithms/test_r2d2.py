@@ -273,7 +273,7 @@ def test_stale_actors_keep_their_own_carry():
 )
 def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with pytest.raises(ValueError, match=rf"R2D2, whose burn_in \+ trace_length \+ n_step - 1 are .*{message}") as error:
+    with pytest.raises(ValueError, match=rf"R2D2: .*{message}.* \(burn_in \+ trace_length \+ n_step - 1 are") as error:
         msrl.algorithms.build(msrl.algorithms.make(R2D2, options), envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
     assert cli.main(["train", "--algo", "r2d2", "--env", "CartPole-v1", *flags]) == 2

@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence():
         SAC(core="gru", data="steps.npz")
     with pytest.raises(ValueError, match=r"SAC\.core='gruu': use one of gru, .* \(did you mean 'gru'\?\)"):
         SAC(core="gruu")
-    with pytest.raises(ValueError, match=r"TD3, whose burn_in \+ trace_length .*learning_starts=1000: a batch of 256 windows"):
+    with pytest.raises(ValueError, match=r"TD3: .*learning_starts=1000: a batch of 256 windows.*\(burn_in \+ trace_length"):
         msrl.algorithms.build(TD3(core="gru"), RandomWalk(True))
     with pytest.raises(ValueError, match=r"network=CustomNetworks\(\.\.\.\) has no place for a core"):
         build("sac", network=CustomNetworks())
