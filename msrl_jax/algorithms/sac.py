@@ -19,6 +19,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
+from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.config import (
     Activation,
     NetworkKind,
@@ -99,9 +100,11 @@ class SAC:
     )
 
     def check(self) -> None:
-        """Raises ValueError if `data` or the recurrent core do not fit the other fields."""
+        """Raises ValueError if `data`, the recurrent core or the target entropy do not fit the other fields."""
         check_data(self)
         check_core(self)
+        if not self.learn_temperature:
+            check_unused(self, ("target_entropy",), "with learn_temperature=False")
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""

@@ -54,7 +54,7 @@ def _checked(where: str, value: Any, kinds: tuple[Any, ...], about: Mapping[str,
         raise TypeError(f"{where}={name_of(value)} {MADE}")
     if remedy := _remedy(value, kinds, about.get("bounds", {})):
         or_schedule = ", or a schedule, such as 'linear:0.1'" if about.get("tunable") and isinstance(value, str) else ""
-        raise ValueError(f"{where}={shown(value)}: use {remedy}{or_schedule}")
+        raise ValueError(f"{where}={shown(str(value) if isinstance(value, Call) else value)}: use {remedy}{or_schedule}")
     if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):
         # NumPy scalars compute at low precision, and JSON does not support fractions.
         return int(value) if isinstance(value, numbers.Integral) else float(value)

@@ -46,16 +46,26 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
       The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
 
     Raises:
-      ValueError: if the protocol has another option of this name.
+      TypeError: if `of` is not a protocol, or the class lacks one of its methods.
+      ValueError: if the protocol has another option of this name, or the name cannot be part of a text.
     """
-    if cls is None:
-        return lambda cls: option_of(cls, of if isinstance(of, tuple) else (of,))
-    return option_of(cls, ())
+    protocols = of if isinstance(of, tuple) else (of,)
+    for protocol in (*protocols, *[cls] * getattr(cls, "_is_protocol", False)):
+        if not getattr(protocol, "_is_protocol", False) or protocol is cls:
+            given = f"option(of={shown(protocol)})" if protocol is not cls else f"@option({cls.__name__})"
+            raise TypeError(f"{given}: give a protocol of options, such as @option(of=QTarget), above your class")
+    return option_of(cls, ()) if cls is not None else lambda cls: option_of(cls, protocols)
 
 
 def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     """Makes a class an option, and registers it as one of each protocol."""
-    cls.option = vars(cls).get("option") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    if not isinstance(cls, type):
+        raise TypeError(f"option makes a class an option, and {shown(cls)} is not a class")
+    for protocol in protocols:
+        _check_methods(cls, protocol)
+    cls.option = vars(cls).get("option", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower())
+    if not isinstance(cls.option, str) or not re.fullmatch("[a-z][a-z0-9_]*", cls.option) or cls.option == "none":
+        raise ValueError(f"{cls.__name__}.option={cls.option!r}: use small letters, digits and _, such as 'my_option'")
     cls.read = staticmethod(read)
     cls.__str__ = lambda self: text(self)
     made = class_of_fields(cls, f"the option {cls.__name__}")
@@ -69,6 +79,21 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     return made
 
 
+def _check_methods(cls: type, protocol: type) -> None:
+    """Raises TypeError unless a class has the methods of a protocol, which take as many arguments."""
+    for name, method in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        wanted, own = inspect.signature(method), getattr(cls, name, None)
+        if not callable(own):
+            raise TypeError(f"the option {cls.__name__} has no method {name}; {protocol.__name__} has {name}{wanted}")
+        try:
+            inspect.signature(own).bind(*wanted.parameters)
+        except TypeError:
+            takes = f"the method {name}{inspect.signature(own)} of the option {cls.__name__}"
+            raise TypeError(f"{takes} does not take the arguments of {protocol.__name__}: {name}{wanted}") from None
+
+
 def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them.
 
@@ -77,9 +102,11 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     if Any in parts_of(field.type) and _is_custom(value, field):
         return value
     value = read_option(where, value, field) if isinstance(value, str | Call) else value
-    if not isinstance(value, (*choices(field), *[type(None)] * (type(None) in parts_of(field.type)))):
-        raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
-    return value
+    if type(value) in choices(field) or (value is None and type(None) in parts_of(field.type)):
+        return value
+    if any(isinstance(value, kind) for kind in choices(field)):
+        raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
+    raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
 def _is_custom(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -111,7 +138,8 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
         raise ValueError(f"{where}: {error}") from None
     known = {kind.option: kind for kind in choices(field)}
     if (kind := known.get(call.name)) is None:
-        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known)}")
+        own = "; first import the module of a custom option" if any(kind in OPTIONS for kind in parts_of(field.type)) else ""
+        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known) or own}")
     try:
         inspect.signature(kind).bind(*call.args, **call.kwargs)
     except TypeError:

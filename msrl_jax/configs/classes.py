@@ -67,7 +67,8 @@ def class_of_fields(cls: Any, where: str, **how: bool) -> Any:
 def _check_declaration(cls: type, where: str) -> None:
     """Raises TypeError unless every field is documented, and tunable fields are numbers."""
     for name, kind in typing.get_type_hints(cls).items():
-        about = getattr(vars(cls).get(name), "metadata", {})
+        inherited = getattr(cls, "__dataclass_fields__", {}).get(name)
+        about = getattr(vars(cls).get(name, inherited), "metadata", {})
         if typing.get_origin(kind) is not ClassVar and "doc" not in about:
             raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
         if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
