@@ -7,6 +7,7 @@ the atoms or quantiles of a distribution.
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -139,6 +140,7 @@ class DQN:
             inputs, next_inputs = predicted.inputs(batch.key, self.batch_size)
             next_outputs = network.apply(target_params, e.next_obs, *next_inputs)
             next_outputs, reward = self.target.of(action_values, params, target_params, e, next_outputs)
+            chex.assert_rank((next_outputs, reward), (2, 1), custom_message=f"target={self.target} returns [B, N] and [B]")
 
             def loss(params):
                 outputs = network.apply(params, e.obs, *inputs)

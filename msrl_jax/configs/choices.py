@@ -63,19 +63,19 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
         raise TypeError(f"option makes a class an option, and {shown(cls)} is not a class")
     for protocol in protocols:
         _check_methods(cls, protocol)
-    cls.option = vars(cls).get("option", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower())
-    if not isinstance(cls.option, str) or not re.fullmatch("[a-z][a-z0-9_]*", cls.option) or cls.option == "none":
-        raise ValueError(f"{cls.__name__}.option={cls.option!r}: use small letters, digits and _, such as 'my_option'")
-    cls.read = staticmethod(read)
-    cls.__str__ = lambda self: text(self)
-    made = class_of_fields(cls, f"the option {cls.__name__}")
+    name = vars(cls).get("option", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower())
+    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name == "none":
+        raise ValueError(f"{cls.__name__}.option={name!r}: use small letters, digits and _, such as 'my_option'")
+    made: Any = cls
+    made.option, made.read, made.__str__ = name, staticmethod(read), lambda self: text(self)
+    made = class_of_fields(made, f"the option {cls.__name__}")
     for protocol in protocols:
         known = OPTIONS.setdefault(protocol, {})
-        other = known.get(made.option, made)
+        other = known.get(name, made)
         if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):  # a notebook cell may redefine one
-            where = f"{protocol.__name__} has the option {made.option!r} already, {other.__module__}.{other.__qualname__}"
+            where = f"{protocol.__name__} has the option {name!r} already, {other.__module__}.{other.__qualname__}"
             raise ValueError(f"{where}; give the class {cls.__name__} another name")
-        known[made.option] = made
+        known[name] = made
     return made
 
 
@@ -88,7 +88,8 @@ def _check_methods(cls: type, protocol: type) -> None:
         if not callable(own):
             raise TypeError(f"the option {cls.__name__} has no method {name}; {protocol.__name__} has {name}{wanted}")
         try:
-            inspect.signature(own).bind(*wanted.parameters)
+            positional = [n for n, p in wanted.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+            inspect.signature(own).bind(*positional, **{n: n for n in wanted.parameters.keys() - {*positional}})
         except TypeError:
             takes = f"the method {name}{inspect.signature(own)} of the option {cls.__name__}"
             raise TypeError(f"{takes} does not take the arguments of {protocol.__name__}: {name}{wanted}") from None

@@ -227,8 +227,39 @@ def test_options_of_a_protocol_may_be_declared_anywhere_under_names_of_their_own
         Sheet("oblon")
     with pytest.raises(ValueError, match="too long"):
         Sheet(Oblong(10.0))
+    unmarked = type("Unmarked", (Oblong,), {})
+    with pytest.raises(ValueError, match=r"Sheet.shape=.*: the class Unmarked is not an option; decorate it with option"):
+        Sheet(unmarked(2.0))
+    longer = option(of=Shape)(type("Longer", (Oblong,), {"__doc__": "With the fields of another option."}))
+    assert Sheet("longer:3.0").shape == longer(3.0) != Oblong(3.0)
     other = type("Round", (), {"__doc__": "Round.", "__qualname__": "mine.Round"})
     with pytest.raises(ValueError, match=r"Shape has the option 'round' already, .*; give the class Round another name"):
         option(of=Shape)(other)
     again = type("Round", (), {"__doc__": "Round.", "__qualname__": Round.__qualname__, "__module__": Round.__module__})
     assert option(of=Shape)(again)() == Sheet("round").shape  # as in a notebook cell that is run again
+
+
+class Drawn(Protocol):
+    def draw(self, size, *, color): ...
+
+
+def declared(name, **body):
+    return type(name, (), {"__doc__": "An option.", **body})
+
+
+DECLARED_WRONG = [
+    (lambda: option(of="Drawn"), r"option\(of='Drawn'\): give a protocol"),
+    (lambda: option(of=int), r"option\(of=.*int.*\): give a protocol"),
+    (lambda: option(Drawn), r"@option\(Drawn\): give a protocol"),
+    (lambda: option(of=Drawn)(lambda: None), "is not a class"),
+    (lambda: option(of=Drawn)(declared("Blank")), r"the option Blank has no method draw; Drawn has draw\(self, size"),
+    (lambda: option(of=Drawn)(declared("Short", draw=lambda self: 0)), r"draw\(self\) of the option Short does not take"),
+    (lambda: option(declared("Named", option="my name")), r"Named.option='my name': use small letters"),
+    (lambda: option(declared("Named", option=5)), r"Named.option=5: use small letters"),
+]
+
+
+@pytest.mark.parametrize(("declare", "message"), DECLARED_WRONG)
+def test_an_option_is_checked_where_it_is_declared(declare, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        declare()

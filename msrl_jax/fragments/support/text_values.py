@@ -132,7 +132,8 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
         name, colon, text = f"{name}:{second}", *text.partition(":")[1:]
     if not colon:
         return name, {}
-    return name, read_values(text, wrong=f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value")
+    form = f"write {name}:key=value,key=value, and quote a value with : or ,"
+    return name, read_values(text, wrong=f"cannot read {text!r} in {spec!r}; {form}")
 
 
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
