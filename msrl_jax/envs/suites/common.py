@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import io
+import math
 import os
 import re
 import sys
@@ -131,13 +132,14 @@ def replace(full: str, defaults: Any, values: Mapping[str, Any]) -> Any:
 
 
 def fit(what: str, value: Any, default: Any) -> Any:
-    """Converts a value to the type of the default; raises ValueError if that changes the value."""
+    """Converts a value to the type of the default; raises ValueError if that changes the value, or makes a number infinite."""
     scalar = isinstance(default, bool | int | float)
     if not scalar and not hasattr(default, "dtype"):
         return value  # None, names and tuples: the environment checks them
     try:
         converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
-        fits = bool(np.all(np.asarray(converted) == np.asarray(value)))
+        fits = bool(np.all(np.asarray(converted) == np.asarray(value))) and isinstance(default, bool) >= isinstance(value, bool)
+        fits = fits and (not scalar or math.isfinite(converted) or converted == default)
     except (TypeError, ValueError, OverflowError):
         fits, converted = False, None
     if not fits:

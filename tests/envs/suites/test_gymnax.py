@@ -131,6 +131,8 @@ def test_spaces_equal_gymnax():
         ({"xyzzy": 10}, r"no parameter 'xyzzy'; it has .*max_steps_in_episode"),
         ({"max_steps_in_episode": 10.5}, r"max_steps_in_episode=10.5 does not fit; its default is 500 \(int\)"),
         ({"gravity": "high"}, r"gravity='high' does not fit; its default is 9.8 \(float\)"),
+        ({"gravity": float("inf")}, r"gravity=inf does not fit"),
+        ({"gravity": True}, r"gravity=True does not fit"),
     ],
 )
 def test_wrong_parameters_are_refused(params, message):
