@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.ppo import ppo_loss
 from msrl_jax.networks.distributions import Categorical
 from msrl_jax.networks.modules import as_network
 from msrl_jax.registry.lookup import check_env

@@ -293,7 +293,7 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
     [
         ({"act_simulations": 10**9}, r"MuZero\.act_simulations=1000000000: the search trees of .* use act_simulations="),
         ({"num_simulations": 10**9}, r"MuZero\.num_simulations=1000000000: the search trees of num_envs=8 .* use num_simul"),
-        ({"replay.capacity": 32}, r"MuZero, whose model_steps .* length: .* a window is length=5 steps long"),
+        ({"replay.capacity": 32}, r"MuZero: .* a window is length=5 steps long; .*\(model_steps \+ n_step are"),
         ({"act_simulations": -1}, r"MuZero\.act_simulations=-1: use an integer of at least 0"),
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
         ({"network": msrl.algorithms.CustomNetworks(actor=None)}, r"network=CustomNetworks\(\.\.\.\) does not support a model"),

@@ -150,7 +150,7 @@ def test_the_command_writes_pages_without_names(mine, tmp_path, capsys):
 
 @pytest.mark.long
 def test_the_records_of_the_repository_make_pages_that_show_their_numbers_and_have_no_dead_link(tmp_path, monkeypatch):
-    for name, drawn in {"curve": (), "draw": None, "finished": None, "svg_of": "<svg>\n</svg>\n"}.items():
+    for name, drawn in {"curve": (), "draw_curve": None, "finished": None, "svg_of": "<svg>\n</svg>\n"}.items():
         monkeypatch.setattr(pages, name, lambda *args, drawn=drawn: drawn)  # drawing takes most of the time
     texts = {path.name: path.read_text() for path in write_pages(tmp_path / "results")}
     assert set(texts) == {path.name for path in (tmp_path / "results").iterdir()}
