@@ -49,12 +49,17 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
       TypeError: if `of` is not a protocol, or the class lacks one of its methods.
       ValueError: if the protocol has another option of this name, or the name cannot be part of a text.
     """
+    if _is_protocol(cls):
+        raise TypeError(f"@option({cls.__name__}): write @option(of={cls.__name__}) above your class")
     protocols = of if isinstance(of, tuple) else (of,)
-    for protocol in (*protocols, *[cls] * getattr(cls, "_is_protocol", False)):
-        if not getattr(protocol, "_is_protocol", False) or protocol is cls:
-            given = f"option(of={shown(protocol)})" if protocol is not cls else f"@option({cls.__name__})"
-            raise TypeError(f"{given}: give a protocol of options, such as @option(of=QTarget), above your class")
+    for protocol in protocols:
+        if not _is_protocol(protocol):
+            raise TypeError(f"option(of={shown(protocol)}): give a protocol of options, such as QTarget")
     return option_of(cls, ()) if cls is not None else lambda cls: option_of(cls, protocols)
+
+
+def _is_protocol(value: Any) -> bool:
+    return getattr(value, "_is_protocol", False)
 
 
 def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:

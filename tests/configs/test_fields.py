@@ -250,7 +250,7 @@ def declared(name, **body):
 DECLARED_WRONG = [
     (lambda: option(of="Drawn"), r"option\(of='Drawn'\): give a protocol"),
     (lambda: option(of=int), r"option\(of=.*int.*\): give a protocol"),
-    (lambda: option(Drawn), r"@option\(Drawn\): give a protocol"),
+    (lambda: option(Drawn), r"@option\(Drawn\): write @option\(of=Drawn\)"),
     (lambda: option(of=Drawn)(lambda: None), "is not a class"),
     (lambda: option(of=Drawn)(declared("Blank")), r"the option Blank has no method draw; Drawn has draw\(self, size"),
     (lambda: option(of=Drawn)(declared("Short", draw=lambda self: 0)), r"draw\(self\) of the option Short does not take"),

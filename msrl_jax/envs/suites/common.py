@@ -138,8 +138,10 @@ def fit(what: str, value: Any, default: Any) -> Any:
         return value  # None, names and tuples: the environment checks them
     try:
         converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
-        fits = bool(np.all(np.asarray(converted) == np.asarray(value))) and isinstance(default, bool) >= isinstance(value, bool)
-        fits = fits and (not scalar or math.isfinite(converted) or converted == default)
+        fits = bool(np.all(np.asarray(converted) == np.asarray(value)))
+        if scalar:
+            fits = fits and (isinstance(default, bool) or not isinstance(value, bool))
+            fits = fits and (math.isfinite(converted) or converted == default)
     except (TypeError, ValueError, OverflowError):
         fits, converted = False, None
     if not fits:
