@@ -89,6 +89,20 @@ def test_numpy_memory_is_never_written_to(program):
     assert_close(metrics["kept"], jnp.arange(8.0))
 
 
+def test_numpy_memory_is_the_callers_again_once_a_call_returns():
+    """A large array, of which the copy takes long, at an address that JAX could use as it is."""
+    memory = np.empty(2**24 + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    x = memory[start : start + 2**24].view(np.float32)
+    step = msrl.fragment(role="actor")(lambda x: x.sum())
+    program = msrl.compile(lambda s: (s, {"sum": step(s["x"])}), {"x": x}, policy=policies.GPUOnly(), devices=jax.devices()[:1])
+    for take in (program.place, lambda state: program(state)[0], lambda state: program.run(state, 1, donate=True)[0]):
+        x[:] = 1
+        state = take({"x": x})
+        x[:] = -1
+        assert (np.asarray(state["x"]) == 1).all()
+
+
 def test_donated_registers_are_refused():
     program = msrl.compile(iteration, init(), policy=STALE, axes=AXES, devices=jax.devices()[:3])
     state, _ = program.run(init(), 2)

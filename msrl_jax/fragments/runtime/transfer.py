@@ -180,6 +180,8 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     again = [k for k, is_fresh in enumerate(fresh) if is_fresh]
     for k, x in zip(again, _copied([arrays[k] for k in again]), strict=True):
         arrays[k] = x
+    # Copies are made in the background, and the caller may write to memory of NumPy once this returns.
+    jax.block_until_ready([arrays[k] for k, (i, _) in enumerate(targets) if not isinstance(flat[i], jax.Array)])
     it = iter(arrays)
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
