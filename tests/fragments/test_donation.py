@@ -103,6 +103,21 @@ def test_numpy_memory_is_the_callers_again_once_a_call_returns():
         assert (np.asarray(state["x"]) == 1).all()
 
 
+@pytest.mark.parametrize("where", [EVERYWHERE[0], EVERYWHERE[-1]], ids=str)
+def test_a_captured_numpy_array_may_change_after_compiling(where):
+    memory = np.ones(2**16 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4  # an address that JAX could use as it is
+    factor = memory[start : start + 2**16]
+    act = msrl.fragment(role="actor")(lambda w: w * factor)
+    learn = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
+    program = msrl.compile(
+        lambda s: ({"w": learn(s["w"], act(s["w"]))}, {}), {"w": jnp.float32(1)}, policy=where.policy,
+        devices=jax.devices()[: where.devices],
+    )  # fmt: skip
+    factor[:] = 7
+    assert program.run({"w": jnp.float32(1)}, 2)[0]["w"] == 4
+
+
 def test_donated_registers_are_refused():
     program = msrl.compile(iteration, init(), policy=STALE, axes=AXES, devices=jax.devices()[:3])
     state, _ = program.run(init(), 2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
@@ -92,9 +93,10 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
     def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
         typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
         closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
-        return closed, jax.tree.structure(metrics)
+        return _with_own_constants(closed), jax.tree.structure(metrics)
 
     closed, (after, metrics) = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    closed = _with_own_constants(closed)
     _check_same_structure(state, tree, after)
     after_leaves = jax.tree.leaves(after)
     for path, before, now in zip(paths, avals, after_leaves, strict=True):
@@ -104,6 +106,11 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
                 "shapes and dtypes of the state it was given"
             )
     return _weak_type_fixpoint(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
+
+
+def _with_own_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Copies NumPy arrays that the code captures: the caller may write to them later, and a program must not change."""
+    return ClosedJaxpr(closed.jaxpr, [c if isinstance(c, jax.Array) else np.array(c) for c in closed.consts])
 
 
 def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
