@@ -36,7 +36,7 @@ from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.actor_critic import ActorCritic, acting_functions, actor_critic, final_value_inputs, values
 from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.unrolls import Carry, reset_carry
-from msrl_jax.returns.means import mean
+from msrl_jax.returns.means import mean, standardize
 
 
 class A2CState(NamedTuple):
@@ -178,6 +178,8 @@ def advantage_loss(
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
     advantage, _, target, _ = advantages_and_targets(config, t, jax.lax.stop_gradient(value), bootstrap_value)
+    if config.normalize_advantage != "none":
+        advantage = standardize(advantage, t.valid)
     stats = {
         "policy_loss": mean(policy_gradient_loss(policy.log_prob(t.action), advantage), t.valid),
         "value_loss": mean(value_loss(value, target), t.valid),

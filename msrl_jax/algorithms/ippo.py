@@ -51,7 +51,7 @@ from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.returns.advantages import gae
 from msrl_jax.returns.means import standardize
-from msrl_jax.returns.value_size import TargetScale, value_size
+from msrl_jax.returns.value_scale import ValueScale, value_scale
 
 
 class TeamLearner(NamedTuple):
@@ -60,7 +60,7 @@ class TeamLearner(NamedTuple):
     opt_state: optax.OptState  # one for each network
     key: jax.Array  # of the learner, for shuffling
     actor_keys: jax.Array  # keys for sampling actions, one per agent, [E, A]
-    value_size: TargetScale | tuple[()]  # the running size of each critic's targets, if values are normalized
+    value_scale: ValueScale | tuple[()]  # the running scale of each critic's targets, if values are normalized
 
 
 class TeamBatch(NamedTuple):
@@ -135,8 +135,8 @@ class IPPO:
             params = network.init(keys) if shared else jax.lax.map(network.init, keys)
             opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
             actor_keys = jax.random.split(actor_key, self.num_envs * num_agents).reshape(self.num_envs, num_agents)
-            size = value_size(*() if shared else (num_agents,)) if self.normalize_values else ()
-            return params, TeamLearner(opt_state, learner_key, actor_keys, size)
+            scale = value_scale(*() if shared else (num_agents,)) if self.normalize_values else ()
+            return params, TeamLearner(opt_state, learner_key, actor_keys, scale)
 
         def inputs_of(obs: Any, state: jax.Array) -> Any:
             """Returns the network inputs: observations `[..., A, ...]`, also states `[..., S]` for a centralized critic."""
@@ -186,20 +186,20 @@ class IPPO:
             return truncated_values(value_input, params, (final_obs, final_state, carries), truncated, and_last=True)
 
         @fragment(role="learner")
-        def estimate_advantages(params, experience, value_inputs, bootstrap_value, size):
+        def estimate_advantages(params, experience, value_inputs, bootstrap_value, scale):
             t, value = experience, values(team, params, inputs_of(experience.obs, experience.state), value_inputs)
-            if size:
-                value, bootstrap_value = value * size.size, bootstrap_value * size.size
+            if scale:
+                value, bootstrap_value = value * scale.divisor, bootstrap_value * scale.divisor
             truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
             next_value = next_values(value, bootstrap_value[-1], bootstrap_value, truncated)
             advantage = gae(
                 t.reward, value, next_value, t.terminated, truncated, discount=self.discount, gae_lambda=self.gae_lambda
             )
             target = value + advantage
-            if size:
-                size = size.updated(target, t.valid)
-                value, target = value / size.size, target / size.size
-            return value, advantage, target, size
+            if scale:
+                scale = scale.updated(target, t.valid)
+                value, target = value / scale.divisor, target / scale.divisor
+            return value, advantage, target, scale
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
@@ -234,9 +234,9 @@ class IPPO:
             return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
-        def update_networks(params, opt_state, progress, key, size, experience, carry, value_inputs, bootstrap_value):
+        def update_networks(params, opt_state, progress, key, scale, experience, carry, value_inputs, bootstrap_value):
             t = experience
-            value, advantage, target, size = estimate_advantages(params, t, value_inputs, bootstrap_value, size)
+            value, advantage, target, scale = estimate_advantages(params, t, value_inputs, bootstrap_value, scale)
             is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
             valid = t.valid if venv.num_agents > 1 else None  # for a single agent, the episode ends when the agent leaves
             batch = TeamBatch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, valid)
@@ -246,7 +246,7 @@ class IPPO:
             train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
             params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
             metrics = jax.tree.map(jnp.mean, stats) | current_rate_metric(self, learning_rate, opt_state)
-            return params, opt_state, key, size, metrics
+            return params, opt_state, key, scale, metrics
 
         def learn(
             params: Any, rest: TeamLearner, experience: Experience, now: Now, carry: Any, progress: Progress
@@ -256,10 +256,10 @@ class IPPO:
             bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, t.truncated)
             # Data that only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-            params, opt_state, key, size, metrics = update_networks(
-                params, rest.opt_state, progress, rest.key, rest.value_size, t, carry, value_inputs, bootstrap_value
+            params, opt_state, key, scale, metrics = update_networks(
+                params, rest.opt_state, progress, rest.key, rest.value_scale, t, carry, value_inputs, bootstrap_value
             )
-            return params, TeamLearner(opt_state, key, rest.actor_keys, size), metrics
+            return params, TeamLearner(opt_state, key, rest.actor_keys, scale), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Returns distributions over actions `[E, A]` for acting outside of training, and the carry."""

@@ -42,7 +42,7 @@ from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.distributions import Distribution
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.returns.means import mean, standardize
-from msrl_jax.returns.value_size import TargetScale, value_size
+from msrl_jax.returns.value_scale import ValueScale, value_scale
 
 
 class PPOState(NamedTuple):
@@ -55,7 +55,17 @@ class PPOState(NamedTuple):
     env_state: Any
     obs: jax.Array  # for the next actions, [E, ...]
     carry: Carry = ()  # the recurrent state of the actors, [E, ...] each
-    value_size: TargetScale | tuple[()] = ()  # the running size of the critic's targets, if values are normalized
+    value_scale: ValueScale | tuple[()] = ()  # the running scale of the critic's targets, if values are normalized
+
+
+class Collected(NamedTuple):
+    """What actors send to the learner."""
+
+    trajectory: Trajectory
+    value_inputs: Any  # what the critic needs of every step, besides observations; `()` if nothing, [T, E, ...]
+    final_obs: Any  # the last observations of episodes, and of the unroll, [T, E, ...]
+    final_value_inputs: Any  # what the critic needs of these
+    carry: Carry  # before the first step, [E, ...] each
 
 
 @config("ppo", privileged=True, actions=ALL_ACTIONS)
@@ -108,12 +118,12 @@ class PPO:
             return PPOState(
                 params=params, opt_state=optimizer.init(params), key=learner_key,
                 actor_keys=jax.random.split(actor_key, self.num_envs), env_state=env_state, obs=obs,
-                carry=network.initial_carry((self.num_envs,)), value_size=value_size() if self.normalize_values else (),
+                carry=network.initial_carry((self.num_envs,)), value_scale=value_scale() if self.normalize_values else (),
             )  # fmt: skip
 
         axes = logical_axes(
             PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            carry=P("env"), value_size=P(),
+            carry=P("env"), value_scale=P(),
         )  # fmt: skip
 
         @fragment(role="actor")
@@ -136,11 +146,14 @@ class PPO:
             return final_value_inputs(network, params, final_obs, carries, truncated)
 
         @fragment(role="learner")
-        def estimate_advantages(params, size, t, value_inputs, final_obs, last_value_inputs):
-            value = values(network, params, t.obs, value_inputs)
-            bootstrap_value = values(network, params, final_obs, last_value_inputs)
-            advantage, value, target, size = advantages_and_targets(self, t, value, bootstrap_value, size)
-            return size, (t, advantage, value, target)
+        def estimate_advantages(params, scale, collected: Collected):
+            t = collected.trajectory
+            value = values(network, params, t.obs, collected.value_inputs)
+            bootstrap_value = values(network, params, collected.final_obs, collected.final_value_inputs)
+            advantage, value, target, scale = advantages_and_targets(self, t, value, bootstrap_value, scale)
+            if self.normalize_advantage == "batch":
+                advantage = standardize(advantage, t.valid)
+            return scale, (t, advantage, value, target)
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):
@@ -161,14 +174,14 @@ class PPO:
             return *learned, global_norm(grads)
 
         @fragment(role="learner")
-        def learn(params, opt_state, progress, key, size, trajectory, value_inputs, final_obs, last_value_inputs, carry):
-            size, batch = estimate_advantages(params, size, trajectory, value_inputs, final_obs, last_value_inputs)
+        def learn(params, opt_state, progress, key, scale, collected: Collected):
+            scale, batch = estimate_advantages(params, scale, collected)
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
             def update(learned, chosen):
                 params, opt_state, divergence = learned
-                grads, metrics = gradients(params, batch, carry, chosen)
+                grads, metrics = gradients(params, batch, collected.carry, chosen)
                 divergence = update_divergence(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
@@ -176,7 +189,7 @@ class PPO:
             learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
             params, opt_state, _ = learned
             metrics = jax.tree.map(jnp.mean, metrics) | current_rate_metric(self, learning_rate, opt_state)
-            return params, opt_state, key, size, metrics
+            return params, opt_state, key, scale, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
             def step(before, keys):
@@ -189,16 +202,15 @@ class PPO:
             actor_keys, keys = split_keys(state.actor_keys, self.unroll_length)
             start = state.env_state, state.obs, jnp.zeros(self.num_envs, bool), state.carry
             (env_state, obs, is_first, carry), (trajectory, value_inputs, final_obs, carries) = jax.lax.scan(step, start, keys)
-            last_value_inputs = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
+            last = bootstrap(state.params, actor_obs(final_obs), carries, trajectory.truncated)
             env_state, episodes = pop_episodes(env_state)
-            trajectory = add_bonus(trajectory, obs)
-            params, opt_state, key, size, metrics = learn(
-                state.params, state.opt_state, progress, state.key, state.value_size, trajectory, value_inputs, final_obs,
-                last_value_inputs, state.carry,
-            )  # fmt: skip
+            collected = Collected(add_bonus(trajectory, obs), value_inputs, final_obs, last, state.carry)
+            params, opt_state, key, scale, metrics = learn(
+                state.params, state.opt_state, progress, state.key, state.value_scale, collected
+            )
             after = PPOState(
                 params=params, opt_state=opt_state, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs,
-                carry=reset_carry(is_first, carry), value_size=size,
+                carry=reset_carry(is_first, carry), value_scale=scale,
             )  # fmt: skip
             return after, {**metrics, **episodes}
 

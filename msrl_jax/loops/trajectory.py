@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from msrl_jax.networks.unrolls import first_steps
 from msrl_jax.returns.advantages import gae
-from msrl_jax.returns.means import standardize
-from msrl_jax.returns.value_size import TargetScale
+from msrl_jax.returns.value_scale import ValueScale
 
 AddBonus = Callable[["Trajectory", Any], "Trajectory"]
 """`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
@@ -51,22 +50,22 @@ def advantages_and_targets(
     t: Trajectory,
     value: jax.Array,
     bootstrap_value: jax.Array,
-    size: TargetScale | tuple[()] = (),
-) -> tuple[jax.Array, jax.Array, jax.Array, TargetScale | tuple[()]]:
-    """Estimates advantages, standardized if the config standardizes whole batches, and the targets of the critic.
+    scale: ValueScale | tuple[()] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array, ValueScale | tuple[()]]:
+    """Estimates advantages and the targets of the critic.
 
     Args:
       config: the config of the algorithm.
       t: the trajectory.
       value: the critic's outputs. `[T, E]`
       bootstrap_value: values of the last observations of episodes (see `next_values`) and of the unroll. `[T, E]`
-      size: a `TargetScale`, which divides values for the critic; `()` if values are not scaled.
+      scale: a `ValueScale`, which divides values for the critic; `()` if values are not scaled.
 
     Returns:
-      The advantages, the values and their targets in the scale of the critic's outputs, `[T, E]` each; and the updated size.
+      The advantages, the values and their targets in the scale of the critic's outputs, `[T, E]` each; and the updated scale.
     """
-    if size:
-        value, bootstrap_value = value * size.size, bootstrap_value * size.size
+    if scale:
+        value, bootstrap_value = value * scale.divisor, bootstrap_value * scale.divisor
     next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
     advantage = gae(
         t.reward, value, next_value, t.terminated, t.truncated, t.valid,
@@ -75,10 +74,8 @@ def advantages_and_targets(
     target = value + advantage
     if t.bonus is not None:
         advantage += t.bonus
-    if config.normalize_advantage in ("batch", "worker"):
-        advantage = standardize(advantage, t.valid)
-    if size:
-        size = size.updated(target, t.valid)
+    if scale:
+        scale = scale.updated(target, t.valid)
         # Do not center: while the mean of the targets moves, the critic would have to shift every value with it.
-        value, target = value / size.size, target / size.size
-    return advantage, value, target, size
+        value, target = value / scale.divisor, target / scale.divisor
+    return advantage, value, target, scale

@@ -57,10 +57,10 @@ def test_one_iteration_equals_an_independent_implementation(case):
         carry,
     )
     networks = plain_update(agent, config, state, rollout, config.share_parameters)
-    for i, (want, size) in enumerate(networks):
+    for i, (want, scale) in enumerate(networks):
         own = lambda tree, i=i: tree if config.share_parameters else jax.tree.map(lambda x: x[i], tree)  # noqa: E731
         got, before = own(after.params["agents"]), own(state.params["agents"])
         jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), got, want)
         moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), got, before)
         assert min(jax.tree.leaves(moved)) > 1e-5
-        np.testing.assert_allclose(own(after.teams["agents"].value_size).size, size, rtol=1e-4)
+        np.testing.assert_allclose(own(after.teams["agents"].value_scale).divisor, scale, rtol=1e-4)

@@ -15,7 +15,7 @@ from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.registry.resolve import objects
 from tests.support.agents import make_counted, make_still, still
 from tests.support.compiled import collectives
-from tests.support.ppo import plain_value_size
+from tests.support.ppo import plain_value_scale
 from tests.support.random_walk import RandomWalk
 from tests.support.recurrent import plain_core
 from tests.support.slow import mostly_slow
@@ -190,7 +190,7 @@ def plain_update(config, state, rollout, num_updates=None):
     Also returns how far the parameters after `num_updates` diverge from the policy that acted, on each later minibatch.
     """
     obs, is_first, action, log_prob, value, bootstrap_value, reward, terminated, truncated = rollout
-    value, bootstrap_value = (x * plain_value_size(state.value_size) for x in (value, bootstrap_value))
+    value, bootstrap_value = (x * plain_value_scale(state.value_scale) for x in (value, bootstrap_value))
     advantage, after, future = np.zeros_like(value), 0.0, bootstrap_value[-1]
     for t in reversed(range(len(value))):
         future = np.where(truncated[t], bootstrap_value[t], future) * ~terminated[t]
@@ -198,7 +198,7 @@ def plain_update(config, state, rollout, num_updates=None):
         advantage[t], future = after, value[t]
     standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
     per_minibatch, target = config.normalize_advantage == "minibatch", advantage + value
-    value, target = (x / plain_value_size(state.value_size, target) for x in (value, target))
+    value, target = (x / plain_value_scale(state.value_scale, target) for x in (value, target))
     advantage = advantage if per_minibatch else standardize(advantage)
     old = [jnp.asarray(x) for x in (obs, is_first, action, log_prob, value, advantage, target)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from msrl_jax.networks.distributions import Categorical
-from tests.support.ppo import plain_value_size
+from tests.support.ppo import plain_value_scale
 from tests.support.recurrent import plain_core
 
 T, E, MINIBATCHES, EPOCHS = 8, 8, 2, 2
@@ -133,20 +133,20 @@ def plain_update(agent, config, state, rollout, shared):
         of = lambda x, agents=agents: x[:, :, list(agents)]  # noqa: E731
         own = lambda tree, i=i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: E731
         ends, counts, advantage, after = of(terminated | truncated), of(valid), np.zeros((T, E, len(agents))), 0.0
-        size = plain_value_size(own(learner.value_size))
-        old, later = of(value) * size, np.where(of(terminated), 0, of(future) * size)
+        scale = plain_value_scale(own(learner.value_scale))
+        old, later = of(value) * scale, np.where(of(terminated), 0, of(future) * scale)
         for t in reversed(range(T)):
             after = of(reward)[t] + config.discount * later[t] - old[t] + config.discount * config.gae_lambda * np.where(
                 ends[t], 0, after
             )  # fmt: skip
             advantage[t] = after
         target = old + advantage
-        size = plain_value_size(own(learner.value_size), target[counts])
+        scale = plain_value_scale(own(learner.value_scale), target[counts])
         data = [
             *map(of, (obs, joint, is_first, action, log_prob)),
             advantage,
-            old / size,
-            target / size,
+            old / scale,
+            target / scale,
         ]
         opt_state = own(learner.opt_state)[:2]
         for times, envs in minibatches:
@@ -155,5 +155,5 @@ def plain_update(agent, config, state, rollout, shared):
             batch = [x.astype(np.float32) if x.dtype == np.float64 else x for x in batch]
             updates, opt_state = tx.update(slope(params, carry, *batch), opt_state)
             params = optax.apply_updates(params, updates)
-        found.append((params, size))
+        found.append((params, scale))
     return found

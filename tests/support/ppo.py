@@ -62,9 +62,9 @@ def plain_rollout(agent, state):
     return obs, [np.stack(x) for x in zip(*columns, strict=True)]
 
 
-def plain_value_size(size, target=None):
+def plain_value_scale(scale, target=None):
     """What the critic's values are divided by, before or with new targets: a decaying mean of their squares, at least 1."""
-    square, weight = float(size.root) ** 2, float(size.weight)
+    square, weight = float(scale.root) ** 2, float(scale.weight)
     if target is not None:
         square = (0.99999 * weight * square + 0.00001 * np.square(target).mean()) / (0.99999 * weight + 0.00001)
     return np.sqrt(max(square, 1.0))
@@ -78,14 +78,14 @@ def plain_update(agent, config, state, rollout, num_updates=None):
     obs, action, log_prob, value, bootstrap_value, reward, terminated, truncated = rollout
     continuous = agent.env.action_space.shape != ()
     advantage, after = np.zeros((T, E)), np.zeros(E)
-    value, bootstrap_value = (x * plain_value_size(state.value_size) for x in (value, bootstrap_value))
+    value, bootstrap_value = (x * plain_value_scale(state.value_scale) for x in (value, bootstrap_value))
     for t in reversed(range(T)):
         future = np.where(terminated[t], 0, bootstrap_value[t])
         after = np.where(terminated[t] | truncated[t], 0, after)
         after = reward[t] + config.discount * future - value[t] + config.discount * config.gae_lambda * after
         advantage[t] = after
     target = advantage + value
-    value, target = (x / plain_value_size(state.value_size, target) for x in (value, target))
+    value, target = (x / plain_value_scale(state.value_scale, target) for x in (value, target))
     standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
     per_minibatch = config.normalize_advantage == "minibatch"
     advantage = advantage if per_minibatch else standardize(advantage)

@@ -1,4 +1,4 @@
-"""The running size of value targets, which divides values for the critic.
+"""The running scale of value targets, which divides values for the critic.
 
 As a result, the value loss of large values does not dominate the policy loss, and the initial scale of the critic is about
 right. The mean is not subtracted: while it moves, the critic would have to shift every value with it.
@@ -18,7 +18,7 @@ _SMALL = 2.0**-80
 """Factor of values whose squares overflow; the square of its product with the largest float32 is 8e28."""
 
 
-class TargetScale(NamedTuple):
+class ValueScale(NamedTuple):
     """The root of the decaying mean square of value targets, one per network, `[]` or `[A]`; squares would overflow.
 
     An update may be smaller than the precision of float32, so `rest` keeps the rounding error; see `RunningStatistics`.
@@ -29,11 +29,11 @@ class TargetScale(NamedTuple):
     rest: jax.Array  # the part of the root that `root` does not hold
 
     @property
-    def size(self) -> jax.Array:
+    def divisor(self) -> jax.Array:
         """The root of the mean square, at least 1, so that smaller values are not scaled."""
         return jnp.maximum(self.root, 1.0)
 
-    def updated(self, target: jax.Array, counts: jax.Array | None) -> "TargetScale":
+    def updated(self, target: jax.Array, counts: jax.Array | None) -> "ValueScale":
         """Adds the targets `[T, E]` or `[T, E, A]` in the mask `counts`, all if None; an empty mask changes nothing."""
         axes = tuple(range(target.ndim - self.root.ndim))
         number = target.size // self.root.size if counts is None else counts.sum(axes)
@@ -44,8 +44,8 @@ class TargetScale(NamedTuple):
         after = jnp.hypot(jnp.sqrt(1 - share) * old, jnp.sqrt(share) * added)
         between = (added / 2 + old / 2) / jnp.maximum(after / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
         root, rest = compensated_sum(old, share * (added - old) * between, self.rest)
-        new = TargetScale(root, weight, rest)
-        return new if counts is None else TargetScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
+        new = ValueScale(root, weight, rest)
+        return new if counts is None else ValueScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
 
 
 def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
@@ -57,6 +57,6 @@ def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes:
     return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 
 
-def value_size(*shape: int) -> TargetScale:
-    """Returns the size before any target: 1."""
-    return TargetScale(*[jnp.zeros(shape, jnp.float32)] * 3)
+def value_scale(*shape: int) -> ValueScale:
+    """Returns the scale before any target: 1."""
+    return ValueScale(*[jnp.zeros(shape, jnp.float32)] * 3)
