@@ -27,7 +27,7 @@ from msrl_jax import envs, replay
 from msrl_jax.agents.agent import split_keys
 from msrl_jax.algorithms import Agent, config, field, tunable
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.replay import select
+from msrl_jax.loops.off_policy import select
 from msrl_jax.losses import clipped_surrogate_loss, value_loss
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.report import curves

@@ -29,8 +29,7 @@ from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tu
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.n_step_buffer import n_step_buffer
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,
@@ -40,11 +39,12 @@ from msrl_jax.loops.replay import (
     learn_from,
     state_axes,
 )
+from msrl_jax.loops.replay_buffers import n_step_buffer
 from msrl_jax.losses.entropy import soft_value, temperature_loss
+from msrl_jax.networks.continuous_policies import tanh_policy
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.heads import linear_network
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.policies import tanh_policy
 from msrl_jax.replay import Transition
 from msrl_jax.report import curves
 

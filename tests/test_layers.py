@@ -158,8 +158,9 @@ def test_algorithms_know_no_distribution_policy():
 
 def test_what_objects_bring_is_not_imported_by_algorithms_that_work_without_it():
     """A core, a custom module, an option and an adaptive learning rate come with the config; others register themselves."""
-    brought = {"networks.recurrent", "networks.cores", "networks.custom", "networks.convolutions", "agents.adaptive_rate"}
-    brought |= {"networks.discrete_policies", "networks.simba", "loops.recurrence", "loops.sequence_replay"}
+    networks = ("recurrent", "custom_core", "custom_network", "convolutions", "discrete_policies", "simba")
+    brought = {f"networks.{name}" for name in networks}
+    brought |= {"agents.adaptive_rate", "loops.core_windows", "loops.sequence_replay"}
     brought |= {f"losses.{option}" for option in ("atoms", "quantiles", "implicit_quantiles", "munchausen", "cross_q")}
     for algorithm in ("ppo", "dqn", "sac", "td3"):
         seen, todo = set(), [f"msrl_jax.algorithms.{algorithm}"]

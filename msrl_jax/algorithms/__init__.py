@@ -48,7 +48,7 @@ from msrl_jax.losses.quantiles import QR as QR
 from msrl_jax.losses.quantiles import TQC as TQC
 from msrl_jax.networks.cells import GRU as GRU
 from msrl_jax.networks.cells import LSTM as LSTM
-from msrl_jax.networks.custom import CustomNetworks as CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetworks as CustomNetworks
 from msrl_jax.networks.linear_recurrence import LRU as LRU
 from msrl_jax.networks.linear_recurrence import MinGRU as MinGRU
 from msrl_jax.networks.transformer import GTrXL as GTrXL

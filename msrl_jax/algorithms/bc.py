@@ -36,8 +36,8 @@ from msrl_jax.loops.offline import (
     read_data,
     state_axes,
 )
+from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import choose
-from msrl_jax.networks.policies import heads_of, log_likelihood
 from msrl_jax.networks.policy_heads import check_policy_space
 
 

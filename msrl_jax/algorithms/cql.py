@@ -45,9 +45,9 @@ from msrl_jax.loops.offline import (
 )
 from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.losses.entropy import soft_value, temperature_loss
+from msrl_jax.networks.continuous_policies import TanhNormal, tanh_policy
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.heads import make_critics
-from msrl_jax.networks.policies import TanhNormal, tanh_policy
 from msrl_jax.networks.q_network import greedy_target, q_network
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep

@@ -35,8 +35,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.n_step_buffer import n_step_buffer
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,
@@ -49,6 +48,7 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
+from msrl_jax.loops.replay_buffers import n_step_buffer
 from msrl_jax.losses.predictions import ActionReturns, Expected
 from msrl_jax.losses.q_targets import Double, QTarget
 from msrl_jax.networks.q_network import epsilon_greedy, q_network
@@ -101,7 +101,7 @@ class DQN:
         buffer = n_step_buffer(env, self)
         predicted = self.returns.of_actions(self.discount)
         make_network, torso = predicted.network or q_network, make_torso(venv.observation_space, self)
-        network = make_network(torso, action_space, dueling=self.dueling, num_atoms=predicted.num_outputs)
+        network = make_network(torso, action_space, dueling=self.dueling, num_outputs=predicted.num_outputs)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
@@ -139,7 +139,7 @@ class DQN:
             e: NStep = batch.experience
             inputs, next_inputs = predicted.inputs(batch.key, self.batch_size)
             next_outputs = network.apply(target_params, e.next_obs, *next_inputs)
-            next_outputs, reward = self.target.of(action_values, params, target_params, e, next_outputs)
+            next_outputs, reward = self.target.next_outputs_and_reward(action_values, params, target_params, e, next_outputs)
             chex.assert_rank((next_outputs, reward), (2, 1), custom_message=f"target={self.target} returns [B, N] and [B]")
 
             def loss(params):

@@ -43,9 +43,9 @@ from msrl_jax.loops.offline import (
     read_data,
     state_axes,
 )
+from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.heads import make_value
-from msrl_jax.networks.policies import heads_of, log_likelihood
 
 
 @option

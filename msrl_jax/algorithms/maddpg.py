@@ -44,7 +44,7 @@ from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.agents import Experience, Now, Team, agent_of
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
     apply_if,
@@ -54,7 +54,7 @@ from msrl_jax.loops.replay import (
     move_target,
     state_axes,
 )
-from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.loops.replay_buffers import window_buffer
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose

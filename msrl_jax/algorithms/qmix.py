@@ -37,7 +37,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.loops.agents import Experience, Now, Team, agent_of
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,

@@ -36,7 +36,7 @@ from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,

@@ -4,8 +4,8 @@ One update computes all gradients at the same parameters, so that devices exchan
 first.
 
 Four objects adapt the losses to actions and options: `heads` makes the policy and critics of continuous or discrete actions
-(`networks/policies.py`, `networks/discrete_policies.py`); `windows` are single steps, or sequences for a core
-(`loops/windows.py`, `loops/recurrence.py`); `predicted` is what critics predict of a return (`losses/predictions.py`); and
+(`networks/continuous_policies.py`, `networks/discrete_policies.py`); `windows` are single steps, or sequences for a core
+(`loops/windows.py`, `loops/core_windows.py`); `predicted` is what critics predict of a return (`losses/predictions.py`); and
 `self.target` says which critics value next steps (`losses/critic_targets.py`).
 """
 
@@ -38,7 +38,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
     apply_if,
@@ -52,9 +52,9 @@ from msrl_jax.loops.windows import check_core, windows_of
 from msrl_jax.losses.critic_targets import CriticTargets, TargetNetworks
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.losses.predictions import CriticReturns, Expected
+from msrl_jax.networks.continuous_policies import heads_of
 from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.distributions import choose
-from msrl_jax.networks.policies import heads_of
 from msrl_jax.networks.unrolls import reset_carry
 from msrl_jax.replay import Transition
 

@@ -35,7 +35,7 @@ from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
 from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
     apply_if,

@@ -321,7 +321,7 @@ def bench(asked: dict[str, Any]) -> Output:
     return Output(report.format_table(measurements), measurements)
 
 
-@command(OptionGroup("msrl_jax.report.profiling:profile", without=("devices", "note")))
+@command(OptionGroup("msrl_jax.report.profiler:profile", without=("devices", "note")))
 def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Output:
     """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
@@ -329,15 +329,15 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
       run: folder of a run to measure, instead of --algo and --env; reports about the run show the profile.
       out: file for the outcome: FILE.svg for a figure, FILE.json for the numbers, or FILE.trace.json.gz for the trace.
     """
-    from msrl_jax.report import profile, profiles
+    from msrl_jax.report import profile, profile_results
 
     if run is not None and (more := sorted(asked.keys() - {"iterations", "repeats", "trust"})):
         raise UsageError(f"--run {run} determines what is measured; leave out {', '.join(more)}")
     if out is not None:
-        profiles.check_profile(out)
+        profile_results.check_profile(out)
     measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
     made = profile(**asked, **measured, note=_note)
-    for file in filter(None, (run and run / profiles.OF_RUN, out)):
+    for file in filter(None, (run and run / profile_results.OF_RUN, out)):
         made.save(file)
     return Output(made, made.to_dict())
 

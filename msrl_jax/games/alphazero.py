@@ -47,7 +47,7 @@ from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.fragments.runtime.memory import tree_bytes
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import check_turns, of_player, player_observation, turn_actions, vectorize_turns
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,

@@ -48,7 +48,7 @@ from msrl_jax.fragments.progress import parameter_version
 from msrl_jax.games.latent_model import LatentModel, latent_model
 from msrl_jax.games.tree_search import check_trees, cross_entropy, import_mctx
 from msrl_jax.games.turn_based import OneMover, player_observation, vectorize_turns
-from msrl_jax.loops.replay import (
+from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
     OffPolicyState,
@@ -61,7 +61,7 @@ from msrl_jax.loops.replay import (
     refreshed,
     state_axes,
 )
-from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.loops.replay_buffers import window_buffer
 from msrl_jax.losses.sequences import rescale, unrescale
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.torso import make_torso

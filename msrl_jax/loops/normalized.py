@@ -13,7 +13,7 @@ from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.envs.vector_wrappers import normalized_space
-from msrl_jax.loops.replay import Batch, select
+from msrl_jax.loops.off_policy import Batch, select
 from msrl_jax.networks.unrolls import flatten
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.kernels.time import truncated_values
-from msrl_jax.loops.window_buffer import window_buffer
+from msrl_jax.loops.replay_buffers import window_buffer
 from msrl_jax.networks.recurrent import RecurrentNetwork
 from msrl_jax.networks.unrolls import Carry, first_steps
 from msrl_jax.replay import ReplayBuffer, Sample, Transition

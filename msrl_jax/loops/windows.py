@@ -12,8 +12,8 @@ import jax
 from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.replay_options import Hindsight
 from msrl_jax.envs import Environment, Space
-from msrl_jax.loops.n_step_buffer import MixedFields, n_step_buffer
-from msrl_jax.loops.replay import Batch
+from msrl_jax.loops.off_policy import Batch
+from msrl_jax.loops.replay_buffers import MixedFields, n_step_buffer
 from msrl_jax.networks.core import core_of
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.torso import NetworkFields
@@ -45,7 +45,7 @@ class WindowFields(MixedFields, NetworkFields, Protocol):
 
 
 class Windows:
-    """The windows of networks without a recurrent core, of one step each; with a core, see `loops.recurrence`."""
+    """The windows of networks without a recurrent core, of one step each; with a core, see `loops.core_windows`."""
 
     def __init__(self, config: WindowFields) -> None:
         self.config: Any = config  # whose tunable fields are numbers, or traced ones

@@ -37,7 +37,9 @@ class Munchausen:
                 "returns='expected', 'qr' or 'iqn'"
             )
 
-    def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
+    def next_outputs_and_reward(
+        self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Returns the average outputs of the softmax policy, and the rewards with the log-policy of the actions taken."""
         next_value = values(target_params, e.next_obs)
         soft_outputs = jax.vmap(soft_target, (0, 0, None))(next_value, next_outputs, self.temperature)

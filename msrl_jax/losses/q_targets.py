@@ -18,7 +18,9 @@ Values = Callable[[Any, Any], jax.Array]
 class QTarget(Protocol):
     """The options for how targets are computed."""
 
-    def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
+    def next_outputs_and_reward(
+        self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Returns the outputs for the next step `[B, N]`, and the rewards before it `[B]`.
 
         Args:
@@ -35,7 +37,9 @@ class QTarget(Protocol):
 class Double:
     """Targets use the target network's value of the online network's greedy action (arXiv 1509.06461)."""
 
-    def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
+    def next_outputs_and_reward(
+        self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Returns the outputs for the online network's greedy actions, and the rewards."""
         return jax.vmap(greedy_target)(values(params, e.next_obs), next_outputs), e.reward
 
@@ -44,6 +48,8 @@ class Double:
 class Greedy:
     """Targets use the largest value of the target network."""
 
-    def of(self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array) -> tuple[Any, jax.Array]:
+    def next_outputs_and_reward(
+        self, values: Values, params: Any, target_params: Any, e: NStep, next_outputs: jax.Array
+    ) -> tuple[Any, jax.Array]:
         """Returns the outputs for the target network's greedy actions, and the rewards."""
         return jax.vmap(greedy_target)(values(target_params, e.next_obs), next_outputs), e.reward

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import mask_of
+from msrl_jax.networks.continuous_policies import HEADS, ActionHeads
 from msrl_jax.networks.distributions import Categorical
 from msrl_jax.networks.heads import init_critics, linear_head, make_actor
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.policies import HEADS, ActionHeads
 from msrl_jax.networks.policy_heads import discrete_policy, num_outputs
 from msrl_jax.networks.torso import Seen, Torso, make_torsos
 

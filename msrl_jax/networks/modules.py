@@ -26,7 +26,7 @@ from flax import linen as nn
 from msrl_jax._compat import used_inputs
 from msrl_jax.configs.deferred import MADE, has_arrays
 from msrl_jax.fragments.support import naming
-from msrl_jax.networks.custom import CustomNetwork, CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetwork, CustomNetworks
 
 _FORMS = "give a module of flax.linen, a pair (init, apply), or a function of a key that returns one of flax.nnx or Equinox"
 _NAMED = "a module, a pair, or a function or class that makes one"

@@ -21,7 +21,7 @@ class ActionValues(nn.Module):
 
     torso: Torso
     num_actions: int
-    num_atoms: int
+    num_outputs: int
     stream_size: int | None
     dueling: bool
 
@@ -43,15 +43,15 @@ class ActionValues(nn.Module):
         return value + advantage - advantage.mean(-2, keepdims=True)
 
     def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
-        outputs = self.torso.head(num_actions * self.num_atoms, 0.01, name)(features)
-        return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
+        outputs = self.torso.head(num_actions * self.num_outputs, 0.01, name)(features)
+        return outputs.reshape(*features.shape[:-1], num_actions, self.num_outputs)
 
 
-def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_atoms: int = 1) -> Network:
+def q_network(torso: Torso, action_space: Discrete, *, dueling: bool = False, num_outputs: int = 1) -> Network:
     """Makes the network of outputs `[..., A, N]`, near 0 at first, with two streams if `dueling` (arXiv 1511.06581, eq. 9)."""
     torso = torso.of("critic")
     torso, size = split_torso(torso) if dueling else (torso.clone(), None)
-    module = ActionValues(torso, action_space.n, num_atoms, size, dueling)
+    module = ActionValues(torso, action_space.n, num_outputs, size, dueling)
     return Network(module.init, module.apply)
 
 

@@ -34,7 +34,7 @@ from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.networks.policies import heads_of
+from msrl_jax.networks.continuous_policies import heads_of
 from msrl_jax.run.result import Result
 
 _UPDATES = 100  # maximum number of updates per iteration

@@ -32,8 +32,8 @@ from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.loops.recurrence import ResolvedCore
-from msrl_jax.networks.cores import as_core
+from msrl_jax.loops.core_windows import ResolvedCore
+from msrl_jax.networks.custom_core import as_core
 from msrl_jax.networks.modules import as_network
 from msrl_jax.registry.table import ALGORITHMS
 

@@ -12,7 +12,7 @@ import numpy as np
 from msrl_jax._files import as_path
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.report.curves import inline, svg_of
-from msrl_jax.report.profiles import profile_of, profiles_figure
+from msrl_jax.report.profile_results import profile_of, profiles_figure
 from msrl_jax.report.provenance import place_of
 from msrl_jax.report.runs_figure import Group, curves_of, environments_of, groups_of, runs_by_name, shown_of, what
 from msrl_jax.report.statistics import estimate, mean

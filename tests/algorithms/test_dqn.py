@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import C51, DQN, QR, Double, PerEnv, counted
 from msrl_jax.envs import Box, Discrete
-from msrl_jax.loops.n_step_buffer import n_step_buffer
+from msrl_jax.loops.replay_buffers import n_step_buffer
 from msrl_jax.networks.q_network import q_network
 from msrl_jax.networks.torso import make_torso
 from tests.support import off_policy as reference
@@ -156,7 +156,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     """The mean over the actions equals the output of the value stream, for any constant added to all advantages."""
     config = DQN(hidden_sizes=hidden_sizes, activation="relu")
-    network = q_network(make_torso(Box(0.0, 1.0, obs_shape), config), Discrete(4), dueling=True, num_atoms=3)
+    network = q_network(make_torso(Box(0.0, 1.0, obs_shape), config), Discrete(4), dueling=True, num_outputs=3)
     obs = jnp.ones((2, *obs_shape))
     params = network.init(jax.random.key(0), obs)
     outputs = network.apply(params, obs)

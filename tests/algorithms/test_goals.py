@@ -7,7 +7,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import Hindsight
-from msrl_jax.loops.n_step_buffer import n_step_buffer
+from msrl_jax.loops.replay_buffers import n_step_buffer
 from tests.support.bits import Bits
 from tests.support.off_policy import SMALL, build, counting, drawn, start
 from tests.support.runs import assert_same_run, stop_after

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from msrl_jax.algorithms.iql import advantage_weight, expectile_loss
 from msrl_jax.losses.conservative import conservative_gap, log_partition
+from msrl_jax.networks.continuous_policies import TanhNormal, log_likelihood
 from msrl_jax.networks.distributions import Normal
-from msrl_jax.networks.policies import TanhNormal, log_likelihood
 
 NUMBERS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).normal(size=(5, 4)).astype(np.float32) * 3)
 

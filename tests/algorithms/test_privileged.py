@@ -13,7 +13,7 @@ from msrl_jax import data, envs
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import Replay, build, counted, get
 from msrl_jax.fragments.metrics import Mean
-from msrl_jax.networks.custom import CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetworks
 from msrl_jax.networks.modules import as_network
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.registry.lookup import check_env

@@ -10,7 +10,7 @@ from msrl_jax.algorithms import SAC, TD3, counted
 from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.loops.sequence_replay import sequence_buffer
-from msrl_jax.networks.custom import CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetworks
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, one, start, wide
 from tests.support.privileged import pendulum

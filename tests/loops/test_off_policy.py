@@ -11,7 +11,7 @@ from msrl_jax import counters, envs, replay
 from msrl_jax.agents.agent import split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.algorithms import Progress
-from msrl_jax.loops import replay as loop
+from msrl_jax.loops import off_policy as loop
 from tests.support.off_policy import counting
 
 E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72

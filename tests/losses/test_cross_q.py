@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import counted
-from msrl_jax.networks.custom import CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetworks
 from msrl_jax.networks.modules import as_network
 from tests.support.modules import FORMS, Head
 from tests.support.off_policy import (

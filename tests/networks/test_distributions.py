@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from msrl_jax.networks.continuous_policies import TanhNormal
 from msrl_jax.networks.distributions import Categorical, Normal
-from msrl_jax.networks.policies import TanhNormal
 
 RNG = np.random.default_rng(0)
 LOGITS = 2 * RNG.normal(size=(7, 4)).astype(np.float32)

@@ -10,7 +10,7 @@ from msrl_jax import algorithms, replay
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import Progress
 from msrl_jax.fragments.counters import counter
-from msrl_jax.loops.n_step_buffer import n_step_buffer
+from msrl_jax.loops.replay_buffers import n_step_buffer
 
 E, B = 16, 32
 SMALL = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from msrl_jax.networks.custom import CustomNetworks
+from msrl_jax.networks.custom_network import CustomNetworks
 from msrl_jax.networks.modules import as_network
 from tests.support import transformations
 from tests.support.modules import FORMS, Fading, Head

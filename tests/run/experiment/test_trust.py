@@ -17,7 +17,7 @@ from msrl_jax.cli import main
 from msrl_jax.envs.base import close_simulators
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.naming import TrustError
-from msrl_jax.networks.cores import as_core
+from msrl_jax.networks.custom_core import as_core
 from msrl_jax.networks.modules import as_network
 from msrl_jax.registry import code_names, resolve
 from msrl_jax.run import Experiment, Result

@@ -19,7 +19,7 @@ from msrl_jax.envs.actions import action_type
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, unmasked, with_mask_of
 from msrl_jax.envs.privileged import actor_obs, with_privileged_of
-from msrl_jax.loops.replay import Batch
+from msrl_jax.loops.off_policy import Batch
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.loops.windows import WindowFields, Windows
 from msrl_jax.networks.core import Core

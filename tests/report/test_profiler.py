@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.fragments import host_fragment
-from msrl_jax.report.profiles import OF_RUN, PHASES, Profile
+from msrl_jax.report.profile_results import OF_RUN, PHASES, Profile
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
 from msrl_jax.algorithms import counted
-from msrl_jax.loops.n_step_buffer import n_step_buffer, split_batch
+from msrl_jax.loops.replay_buffers import n_step_buffer, split_batch
 from msrl_jax.replay.mixed import mix
 
 G, K, B, ROWS = 4, 3, 24, 8

@@ -9,7 +9,7 @@ from flax import linen as nn
 from msrl_jax import envs
 from msrl_jax.algorithms import GRU, LRU, LSTM, PPO, R2D2, GTrXL, MinGRU, make
 from msrl_jax.configs.fields import is_option
-from msrl_jax.networks.cores import as_core
+from msrl_jax.networks.custom_core import as_core
 from msrl_jax.registry.resolve import objects
 from msrl_jax.run.experiment.plain_data import plain_fields
 from msrl_jax.search.space import read_axes

@@ -21,11 +21,11 @@ from flax import linen as nn
 
 from msrl_jax.fragments.support import naming
 from msrl_jax.networks.core import Core
-from msrl_jax.networks.custom import CustomNetwork
+from msrl_jax.networks.custom_network import CustomNetwork
 from msrl_jax.networks.modules import check_gradients
 from msrl_jax.networks.unrolls import Carry, reset_carry
 
-_FORMS = "give an object with init, initial and step (see networks.cores), or a cell of flax.linen such as nn.GRUCell(64)"
+_FORMS = "give an object with init, initial and step (see networks.custom_core), or a cell of flax.linen such as nn.GRUCell(64)"
 
 
 def as_core(given: Any) -> Callable[[int], Core]:

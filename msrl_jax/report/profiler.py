@@ -22,7 +22,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.policies.helpers import spec
-from msrl_jax.report.profiles import PHASES, FragmentTime, Profile
+from msrl_jax.report.profile_results import PHASES, FragmentTime, Profile
 from msrl_jax.report.provenance import place_of
 from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record_spans, without_overhead
 from msrl_jax.run import Result
