@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from msrl_jax._compat import ShapedArray, equations_in, jaxpr_as_fun
 from msrl_jax.fragments.passes.instructions import Free, Instruction, Move, RunProgram, Schedule, Value
+from msrl_jax.fragments.passes.prepare import prepare_for_placement
 from msrl_jax.fragments.placement import Device, Layout, Placement
-from msrl_jax.fragments.runtime.compile_program import prepare_for_placement
 from msrl_jax.fragments.support.random_keys import is_key
 
 

@@ -12,12 +12,12 @@ from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from msrl_jax.fragments.passes.packing import pack
 from msrl_jax.fragments.passes.partition import partition
 from msrl_jax.fragments.passes.placed_policy import PlacedPolicy, check_devices, round_robin_by_process
+from msrl_jax.fragments.passes.prepare import prepare_for_placement
 from msrl_jax.fragments.passes.schedule import schedule
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.passes.validate import check_graph, check_meshes, check_settings
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.compile_program import prepare_for_placement
 from msrl_jax.fragments.support.tracebacks import entry
 
 State = TypeVar("State")

@@ -22,7 +22,7 @@ def add_lifetimes(schedule: Schedule) -> Schedule:
     carried = {v for copies in schedule.inputs for v in copies}
     leaves = [v for copies in schedule.outputs for v in copies]
     measured = [v for _, scalars in schedule.checks for v in scalars]
-    body, leaves, later = _with_lifetimes(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
+    body, leaves, later = _manage_memory(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
     leaf, rest = iter(leaves), iter(later)
     outputs = tuple(tuple(next(leaf) for _ in copies) for copies in schedule.outputs)
     metrics = tuple(next(rest) for _ in schedule.metrics)
@@ -30,7 +30,7 @@ def add_lifetimes(schedule: Schedule) -> Schedule:
     return replace(schedule, body=body, outputs=outputs, metrics=metrics, checks=checks)
 
 
-def _with_lifetimes(
+def _manage_memory(
     instructions: Sequence[Instruction],
     carried: set[Value],
     leaves: Sequence[Value],
@@ -42,7 +42,7 @@ def _with_lifetimes(
     `carried` are the values of the previous repetition, which the instructions may consume. `leaves` are the values for the
     next repetition, `read_later` the values that are read afterwards; both are returned with copied values replaced.
     """
-    instructions = [_loop_with_lifetimes(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
+    instructions = [_manage_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
     tail: list[Instruction] = []
 
@@ -83,9 +83,9 @@ def _with_lifetimes(
     return tuple(reversed(done)), left, later
 
 
-def _loop_with_lifetimes(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
+def _manage_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
     leaves = [c.body_out for c in loop.carry]
-    body, leaves, _ = _with_lifetimes(loop.body, {c.body_in for c in loop.carry}, leaves, [], copy_of)
+    body, leaves, _ = _manage_memory(loop.body, {c.body_in for c in loop.carry}, leaves, [], copy_of)
     carry = tuple(replace(c, body_out=body_out) for c, body_out in zip(loop.carry, leaves, strict=True))
     return replace(loop, body=body, carry=carry)
 

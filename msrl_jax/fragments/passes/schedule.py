@@ -32,7 +32,7 @@ def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
     Literals that no program reads are at the placement `default`.
     """
     region, names = graph.region, _Names(graph.labels, graph.packed)
-    emit = _Emitter(part, names, default)
+    emit = _RegionScheduler(part, names, default)
     scalars = [v for _, measured in graph.checks for v in measured]
     emit.read_later([*region.results, *scalars])
     inputs: list[tuple[Value, ...]] = []
@@ -95,8 +95,8 @@ class _Buffer:
     placement: Placement
 
 
-class _Emitter:
-    """Emits one region; `table` has the value of each variable on each mesh."""
+class _RegionScheduler:
+    """Schedules one region; `table` has the value of each variable on each mesh."""
 
     def __init__(self, part: Partition, names: _Names, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()):
         self.part, self.names, self.default = part, names, default
@@ -216,7 +216,7 @@ class _Emitter:
             node.eqn.invars[num_consts + num_carry :],
         )
         stacked = self.stacked(node, inner)
-        body = _Emitter(inner, self.names, self.default, [(atom, p) for _, atom, p in stacked])
+        body = _RegionScheduler(inner, self.names, self.default, [(atom, p) for _, atom, p in stacked])
         outer: dict[Value, None] = {}
         for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
             for p in inner.needed_at[var]:
@@ -249,7 +249,7 @@ class _Emitter:
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in one_per_mesh(p for v, p in self._read_from if v is var)]
 
-    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter") -> "_Buffer":
+    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> "_Buffer":
         """The buffer of the stacked result `var`, whose rows are `atom` in the body."""
         label = self.names.labels.get(var, "")
         init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))

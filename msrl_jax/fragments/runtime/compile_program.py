@@ -7,13 +7,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
+from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
-from msrl_jax.fragments.passes.compact import compacted, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import RunProgram, Value
-from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
-from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
-from msrl_jax.fragments.placement import Placement
+from msrl_jax.fragments.passes.prepare import prepare_for_placement
 from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
 from msrl_jax.fragments.runtime.shardings import Shardings, is_same, scattered
 
@@ -142,10 +139,3 @@ def body(run: RunProgram) -> Callable[..., Any]:
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
     return fn
-
-
-def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
-    """A program in its form for a placement: correct if split, and with fewer kernels where their number matters."""
-    warn_of_known_faults(program, placement.mesh)
-    program = apply_xla_workarounds(program, placement.mesh)
-    return compacted(program) if is_single_accelerator(placement) else program
