@@ -85,12 +85,16 @@ def measure(env: str, counts: Sequence[int], seconds: float, codec: str | None) 
                 first = _wait_for(run, count)
                 time.sleep(seconds)
                 rows = [row for row in _rows(run)[first + 1 :] if row["actors"] == count]
-                found.append({
-                    "actors": count, "steps_per_second": median(row["steps_per_second"] for row in rows),
-                    "age": mean(row["parameter_age"] for row in rows), "rows": len(rows),
-                    "dropped": rows[-1]["dropped_unrolls"] - rows[0]["dropped_unrolls"],
-                    "unrolls": rows[-1]["iteration"] - rows[0]["iteration"],
-                })  # fmt: skip
+                found.append(
+                    {
+                        "actors": count,
+                        "steps_per_second": median(row["steps_per_second"] for row in rows),
+                        "age": mean(row["parameter_age"] for row in rows),
+                        "rows": len(rows),
+                        "dropped": rows[-1]["dropped_unrolls"] - rows[0]["dropped_unrolls"],
+                        "unrolls": rows[-1]["iteration"] - rows[0]["iteration"],
+                    }
+                )
         finally:
             for process in processes:
                 process.kill()

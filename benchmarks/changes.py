@@ -43,10 +43,14 @@ def measure(algo: str, env: str, field: str, rate: float, iterations: int, **fie
     ends = [[np.asarray(_plain(x)) for x in jax.tree.leaves(state)] for state in states]
     (sent,) = programs[0].sent.values()
     return {
-        "rate": rate, "words": sent.words, "changed": sent.changed / (sent.compared * sent.words), "exchanges": sent.exchanges,
-        "whole": sent.whole, "bytes": sent.nbytes / (2 * sent.words * sent.exchanges),
+        "rate": rate,
+        "words": sent.words,
+        "changed": sent.changed / (sent.compared * sent.words),
+        "exchanges": sent.exchanges,
+        "whole": sent.whole,
+        "bytes": sent.nbytes / (2 * sent.words * sent.exchanges),
         "equal": all(np.array_equal(a, b) for a, b in zip(*ends, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def _plain(x: jax.Array) -> jax.Array:
@@ -62,7 +66,7 @@ def page(record: Mapping[str, Any]) -> str:
     first, what = record["rows"][0], record["what"]
     equal = "all bits of" if all(row["equal"] for row in record["rows"]) else "not all bits of"
     about = f"{what} with {first['words']:,} parameters, {first['exchanges']} iterations; {equal} the final states are those of"
-    return "\n".join([*lines, "", f"{about} `\"bfloat16\"`."])
+    return "\n".join([*lines, "", f'{about} `"bfloat16"`.'])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,15 +15,33 @@ from typing import Any
 from comparison import Setting, run
 
 PPO = {
-    "num_envs": 128, "unroll_length": 25, "num_epochs": 4, "num_minibatches": 5, "learning_rate": 2.5e-4, "max_grad_norm": 0.5,
-    "discount": 0.99, "gae_lambda": 0.95, "clip_ratio": 0.2, "entropy_coef": 0.01, "value_coef": 0.5, "activation": "tanh",
+    "num_envs": 128,
+    "unroll_length": 25,
+    "num_epochs": 4,
+    "num_minibatches": 5,
+    "learning_rate": 2.5e-4,
+    "max_grad_norm": 0.5,
+    "discount": 0.99,
+    "gae_lambda": 0.95,
+    "clip_ratio": 0.2,
+    "entropy_coef": 0.01,
+    "value_coef": 0.5,
+    "activation": "tanh",
     "core": None,
-}  # fmt: skip
+}
 RECURRENT = PPO | {"core": "gru", "core.size": 128, "num_minibatches": 4, "activation": "relu"}
 Q_LEARNING = {
-    "num_envs": 128, "unroll_length": 26, "batch_size": 32, "num_updates": 1, "replay.capacity": 128 * 26 * 39, "core": "gru",
-    "core.size": 64, "learning_rate": 5e-3, "max_grad_norm": 25.0, "discount": 0.9,
-}  # fmt: skip
+    "num_envs": 128,
+    "unroll_length": 26,
+    "batch_size": 32,
+    "num_updates": 1,
+    "replay.capacity": 128 * 26 * 39,
+    "core": "gru",
+    "core.size": 64,
+    "learning_rate": 5e-3,
+    "max_grad_norm": 25.0,
+    "discount": 0.9,
+}
 MIXER = {"mixing_size": 32, "hyper_size": 128}
 
 # JaxMARL's recurrent networks of PPO have a dense layer before the core and one behind it; ours have all before it. Its
@@ -56,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     run(
-        "JaxMARL", __doc__, settings(), add_arguments,
+        "JaxMARL",
+        __doc__,
+        settings(),
+        add_arguments,
         lambda args: [args.python, Path(__file__).with_name("jaxmarl_worker.py"), "--source", args.source],
-    )  # fmt: skip
+    )

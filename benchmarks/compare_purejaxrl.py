@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     run(
-        "PureJaxRL", __doc__, SETTINGS, add_arguments,
+        "PureJaxRL",
+        __doc__,
+        SETTINGS,
+        add_arguments,
         lambda args: [args.python, Path(__file__).with_name("purejaxrl_worker.py"), "--source", args.source],
-    )  # fmt: skip
+    )

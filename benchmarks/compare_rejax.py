@@ -15,15 +15,21 @@ from comparison import Setting, run
 
 SHARED = {"hidden_sizes": (64, 64), "learning_rate": 1e-3, "discount": 0.99}
 PPO = SHARED | {
-    "num_epochs": 4, "num_minibatches": 4, "activation": "tanh", "max_grad_norm": 0.5, "gae_lambda": 0.95, "clip_ratio": 0.2,
-    "entropy_coef": 0.01, "value_coef": 0.5,
-}  # fmt: skip
+    "num_epochs": 4,
+    "num_minibatches": 4,
+    "activation": "tanh",
+    "max_grad_norm": 0.5,
+    "gae_lambda": 0.95,
+    "clip_ratio": 0.2,
+    "entropy_coef": 0.01,
+    "value_coef": 0.5,
+}
 OURS = {"network": "mlp", "clip_value": 0.2, "normalize_values": False}
 OFF_POLICY = SHARED | {"activation": "relu", "max_grad_norm": 10.0, "tau": 0.02, "unroll_length": 1}
 SIZES = [
     {"num_envs": e, "num_updates": k, "batch_size": b, "replay.capacity": c, "replay.learning_starts": 2 * b}
     for e, k, b, c in ((1, 1, 32, 10_000), (16, 2, 128, 20_000), (128, 8, 256, 100_000))
-]  # fmt: skip
+]
 MINATAR = [f"{game}-MinAtar" for game in ("Breakout", "Asterix", "Freeway", "SpaceInvaders")]
 
 
@@ -45,7 +51,9 @@ SETTINGS = [
 
 if __name__ == "__main__":
     run(
-        "Rejax", __doc__, SETTINGS,
+        "Rejax",
+        __doc__,
+        SETTINGS,
         lambda parser: parser.add_argument("--python", required=True, help="the Python of an environment that has Rejax"),
         lambda args: [args.python, Path(__file__).with_name("rejax_worker.py")],
-    )  # fmt: skip
+    )

@@ -35,17 +35,25 @@ from msrl_jax.run.prepare import make_experiment
 DEVICE, HOST, PEER = "msrl_jax, on the device", "msrl_jax, Gymnasium", "Ray RLlib, Gymnasium"
 COLUMNS = (DEVICE, HOST, PEER)
 SHARED = {
-    "num_envs": 16, "hidden_sizes": (64, 64), "activation": "tanh", "shared_torso": False, "discount": 0.99,
-    "value_coef": 0.5, "entropy_coef": 0.01, "learning_rate": 3e-3,
-}  # fmt: skip
+    "num_envs": 16,
+    "hidden_sizes": (64, 64),
+    "activation": "tanh",
+    "shared_torso": False,
+    "discount": 0.99,
+    "value_coef": 0.5,
+    "entropy_coef": 0.01,
+    "learning_rate": 3e-3,
+}
 PPO = SHARED | {
-    "unroll_length": 128, "num_epochs": 4, "num_minibatches": 8, "gae_lambda": 0.95, "clip_ratio": 0.2, "max_grad_norm": 0.5,
-}  # fmt: skip
+    "unroll_length": 128,
+    "num_epochs": 4,
+    "num_minibatches": 8,
+    "gae_lambda": 0.95,
+    "clip_ratio": 0.2,
+    "max_grad_norm": 0.5,
+}
 IMPALA = SHARED | {"unroll_length": 32, "max_grad_norm": 40.0}
-OURS = {
-    "ppo": {"normalize_values": False},
-    "impala": {"optimizer": "adam", "epsilon": 1e-8, "vtrace_lambda": 1.0},
-}  # fmt: skip
+OURS = {"ppo": {"normalize_values": False}, "impala": {"optimizer": "adam", "epsilon": 1e-8, "vtrace_lambda": 1.0}}
 SETTINGS = [
     Setting("ppo", "gymnasium:CartPole-v1:num_workers=1", PPO, only_ours=OURS["ppo"]),
     Setting("impala", "gymnasium:CartPole-v1:num_workers=1", IMPALA | {"learning_rate": 1e-3}, only_ours=OURS["impala"]),
@@ -107,7 +115,7 @@ def last_episodes(totals: np.ndarray, counts: np.ndarray, episodes: int = 100) -
 
 def reach(
     experiment: Experiment, program: Program, target: float, max_steps: int, max_seconds: float, chunk: int = 1
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Trains from the start until the mean return of the last 100 episodes is at least `target`, or a limit is reached.
 
     The program is compiled before the clock starts.
@@ -126,9 +134,7 @@ def reach(
     return {"seconds": seconds, "steps": steps, "return": found, "reached": found >= target, "start_seconds": begun - start}
 
 
-def returns(
-    setting: Setting, command: Sequence[str | Path], seeds: Sequence[int], limits: Mapping[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+def returns(setting: Setting, command: Sequence[str | Path], seeds: Sequence[int], limits: Mapping[str, Any]) -> dict[str, Any]:
     """The times to a return by column, for each seed; the order of the columns is reversed for every other seed."""
     target = TARGETS[setting.env]
     with peer(command, setting, continuing=False) as other:
@@ -155,16 +161,17 @@ def tables(record: Mapping[str, Any]) -> str:
     lines = [
         f"| steps/s | {' | '.join(COLUMNS)} | device : RLlib | host : RLlib | load |",
         "|---" + "|---:" * (len(COLUMNS) + 3) + "|",
-    ]  # fmt: skip
+    ]
     for row in (row for row in rows if "runs" in row):
         runs = row["runs"]
         cells = [spread(runs[c], ",.0f") if c in runs else "-" for c in COLUMNS]
         cells += [_ratios(runs[c], runs[PEER]) if c in runs else "-" for c in (DEVICE, HOST)]
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {row['load']:.1f} |")
     lines += [
-        "", f"| seconds to the return | {' | '.join(COLUMNS)} | RLlib : device | RLlib : host |",
+        "",
+        f"| seconds to the return | {' | '.join(COLUMNS)} | RLlib : device | RLlib : host |",
         "|---" + "|---:" * (len(COLUMNS) + 2) + "|",
-    ]  # fmt: skip
+    ]
     for row in (row for row in rows if "returns" in row):
         runs = row["returns"]
         seconds = {c: [run["seconds"] for run in runs[c]] for c in runs}

@@ -145,13 +145,22 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
         after, seconds_of_turns = others_seconds(peer.pid), time.perf_counter() - start
     others = None if before is None or after is None else (after - before) / seconds_of_turns
     return {
-        "label": setting.label, **dataclasses.asdict(setting), "ours": statistics.median(ours),
-        "theirs": statistics.median(theirs), "ratio": statistics.median(ours) / statistics.median(theirs),
-        "our_runs": ours, "their_runs": theirs, "flops_per_step": flops / steps,
-        "peak_flops": peak, "our_compile_seconds": compile_seconds,
-        "their_compile_seconds": peer.about["compile_seconds"], "load": load, "others": others,
-        "commit": commit(), "peer_versions": peer.about["versions"],
-    }  # fmt: skip
+        "label": setting.label,
+        **dataclasses.asdict(setting),
+        "ours": statistics.median(ours),
+        "theirs": statistics.median(theirs),
+        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "our_runs": ours,
+        "their_runs": theirs,
+        "flops_per_step": flops / steps,
+        "peak_flops": peak,
+        "our_compile_seconds": compile_seconds,
+        "their_compile_seconds": peer.about["compile_seconds"],
+        "load": load,
+        "others": others,
+        "commit": commit(),
+        "peer_versions": peer.about["versions"],
+    }
 
 
 def flops_per_second(size: int = 1024, repeats: int = 10) -> float:
@@ -228,7 +237,7 @@ def versions_of(record: Mapping[str, Any], peer: str) -> str:
 
 def in_turns(
     label: str, turns: Mapping[str, Callable[[int], dict[str, Any]]], seeds: Sequence[int]
-) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+) -> dict[str, list[dict[str, Any]]]:
     """The results of functions of a seed for each seed, by name; the order is reversed for every other seed."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
     for number, seed in enumerate(seeds):
@@ -296,9 +305,12 @@ def chosen(settings: Sequence[_S], only: Sequence[str]) -> list[_S]:
 
 
 def run(
-    peer: str, description: str | None, settings: Sequence[Setting], add_arguments: Callable[[argparse.ArgumentParser], Any],
+    peer: str,
+    description: str | None,
+    settings: Sequence[Setting],
+    add_arguments: Callable[[argparse.ArgumentParser], Any],
     worker: Callable[[argparse.Namespace], Sequence[str | Path]],
-) -> None:  # fmt: skip
+) -> None:
     """Reads the command line, measures, prints, and writes the record and the table.
 
     Args:

@@ -112,11 +112,16 @@ def measure(row: Row, repeats: int, seconds: float, peer: Sequence[str | Path] |
     plan, steps = program.explain(), experiment.steps_per_iteration * experiment.members
     rate = statistics.median(runs)
     found = {
-        "label": row.label, "rate": rate, "runs": runs, "iteration_seconds": steps / rate, "commit": commit(),
-        "compile_seconds": program.compile_seconds, "bytes": max(plan.memory.values()),
+        "label": row.label,
+        "rate": rate,
+        "runs": runs,
+        "iteration_seconds": steps / rate,
+        "commit": commit(),
+        "compile_seconds": program.compile_seconds,
+        "bytes": max(plan.memory.values()),
         "least_seconds": max(plan.roofline_seconds.values(), default=None),
         "launches": max(plan.launches.values(), default=0) or None,
-    }  # fmt: skip
+    }
     if peer is not None and any(row.label == setting.label for setting in compare_rejax.SETTINGS):
         (setting,) = (s for s in compare_rejax.SETTINGS if s.label == row.label)
         other = compare(setting, peer, max(repeats, 3), seconds)
@@ -149,12 +154,16 @@ def page(record: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in record["rows"]:
         cells = [
-            row["label"], f"{row['rate']:,.0f}", f"{row['iteration_seconds'] * 1e3:.3g}",
+            row["label"],
+            f"{row['rate']:,.0f}",
+            f"{row['iteration_seconds'] * 1e3:.3g}",
             "-" if row["least_seconds"] is None else f"{row['least_seconds'] * 1e3:.3g}",
-            "-" if row["launches"] is None else f"{row['launches']:,}", f"{row['compile_seconds']:.0f} s",
+            "-" if row["launches"] is None else f"{row['launches']:,}",
+            f"{row['compile_seconds']:.0f} s",
             size(row["bytes"]),
-            f"{row['theirs']:,.0f}" if "theirs" in row else "-", f"{row['ratio']:.2f}" if "ratio" in row else "-",
-        ]  # fmt: skip
+            f"{row['theirs']:,.0f}" if "theirs" in row else "-",
+            f"{row['ratio']:.2f}" if "ratio" in row else "-",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     about = record["machine"]

@@ -157,12 +157,15 @@ def table(record: Mapping[str, Any]) -> str:
         cells += [spread(np.divide(runs[name], runs[first]).tolist(), ".2f") for name in others]
         lines.append(f"| {1e3 * row['delay']:g} ms | {row['workers']} | {' | '.join(cells)} | {row['load']:.1f} |")
     about, versions = record["machine"], ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([
-        *lines, "",
-        f"Medians of {record['repeats']} rounds of {record['seconds']:g} s or {_CHUNK} iterations, whichever is longer, with "
-        f"the least and the greatest; the three columns before the last are ratios within rounds. {about['cores']} cores of "
-        f"{about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Medians of {record['repeats']} rounds of {record['seconds']:g} s or {_CHUNK} iterations, whichever is longer, "
+            "with the least and the greatest; the three columns before the last are ratios within rounds. "
+            f"{about['cores']} cores of {about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,20 +21,49 @@ FILES = {
     ("qmix", "gru"): "QLearning/qmix_rnn.py",
 }
 PPO = {
-    "NUM_ENVS": "num_envs", "NUM_STEPS": "unroll_length", "UPDATE_EPOCHS": "num_epochs", "NUM_MINIBATCHES": "num_minibatches",
-    "LR": "learning_rate", "MAX_GRAD_NORM": "max_grad_norm", "GAMMA": "discount", "GAE_LAMBDA": "gae_lambda",
-    "CLIP_EPS": "clip_ratio", "ENT_COEF": "entropy_coef", "VF_COEF": "value_coef", "ACTIVATION": "activation",
-}  # fmt: skip
+    "NUM_ENVS": "num_envs",
+    "NUM_STEPS": "unroll_length",
+    "UPDATE_EPOCHS": "num_epochs",
+    "NUM_MINIBATCHES": "num_minibatches",
+    "LR": "learning_rate",
+    "MAX_GRAD_NORM": "max_grad_norm",
+    "GAMMA": "discount",
+    "GAE_LAMBDA": "gae_lambda",
+    "CLIP_EPS": "clip_ratio",
+    "ENT_COEF": "entropy_coef",
+    "VF_COEF": "value_coef",
+    "ACTIVATION": "activation",
+}
 Q_LEARNING = {
-    "NUM_ENVS": "num_envs", "NUM_STEPS": "unroll_length", "BUFFER_BATCH_SIZE": "batch_size", "NUM_EPOCHS": "num_updates",
-    "HIDDEN_SIZE": "core.size", "LR": "learning_rate", "MAX_GRAD_NORM": "max_grad_norm", "GAMMA": "discount",
-    "MIXER_EMBEDDING_DIM": "mixing_size", "MIXER_HYPERNET_HIDDEN_DIM": "hyper_size",
-}  # fmt: skip
+    "NUM_ENVS": "num_envs",
+    "NUM_STEPS": "unroll_length",
+    "BUFFER_BATCH_SIZE": "batch_size",
+    "NUM_EPOCHS": "num_updates",
+    "HIDDEN_SIZE": "core.size",
+    "LR": "learning_rate",
+    "MAX_GRAD_NORM": "max_grad_norm",
+    "GAMMA": "discount",
+    "MIXER_EMBEDDING_DIM": "mixing_size",
+    "MIXER_HYPERNET_HIDDEN_DIM": "hyper_size",
+}
 FIXED = {
-    "ANNEAL_LR": False, "SCALE_CLIP_EPS": False, "SEED": 0, "LR_LINEAR_DECAY": False, "EPS_START": 1.0, "EPS_FINISH": 0.05,
-    "EPS_DECAY": 0.1, "TARGET_UPDATE_INTERVAL": 200, "TAU": 1.0, "MIXER_INIT_SCALE": 0.001, "TEST_DURING_TRAINING": False,
-    "TEST_NUM_ENVS": 1, "TEST_INTERVAL": 1.0, "TEST_NUM_STEPS": 1, "WANDB_MODE": "disabled", "LOG_AGENTS_SEPARATELY": False,
-}  # fmt: skip
+    "ANNEAL_LR": False,
+    "SCALE_CLIP_EPS": False,
+    "SEED": 0,
+    "LR_LINEAR_DECAY": False,
+    "EPS_START": 1.0,
+    "EPS_FINISH": 0.05,
+    "EPS_DECAY": 0.1,
+    "TARGET_UPDATE_INTERVAL": 200,
+    "TAU": 1.0,
+    "MIXER_INIT_SCALE": 0.001,
+    "TEST_DURING_TRAINING": False,
+    "TEST_NUM_ENVS": 1,
+    "TEST_INTERVAL": 1.0,
+    "TEST_NUM_STEPS": 1,
+    "WANDB_MODE": "disabled",
+    "LOG_AGENTS_SEPARATELY": False,
+}
 
 
 def load(path: Path) -> Any:

@@ -89,9 +89,18 @@ def trained(env: str, seed: int, sizes: Sizes, folder: Path) -> msrl.Result:
     config = dataclasses.replace(recipe(ENVS[env]).algorithm, num_envs=sizes.num_envs)
     every = config.num_envs * config.unroll_length
     return msrl.train(
-        config, env, total_steps=sizes.iterations * every, seed=seed, eval_episodes=sizes.episodes, eval_every=every,
-        checkpoint_every=every, keep_checkpoints=sizes.iterations, out=folder, chunk=1, progress=False,
-    )  # fmt: skip
+        config,
+        env,
+        total_steps=sizes.iterations * every,
+        seed=seed,
+        eval_episodes=sizes.episodes,
+        eval_every=every,
+        checkpoint_every=every,
+        keep_checkpoints=sizes.iterations,
+        out=folder,
+        chunk=1,
+        progress=False,
+    )
 
 
 def behaviour(agent: msrl.Result | None, obs: np.ndarray, actions: int) -> np.ndarray:
@@ -106,9 +115,15 @@ def offline_runs(env: str, data: dict[str, msrl.data.Dataset], seed: int, sizes:
         config = options | {"batch_size": sizes.batch_size, "data": data[kind]}
         began = time.perf_counter()
         runs[name, kind] = msrl.train(
-            algo, env, total_steps=sizes.updates, seed=seed, seeds=sizes.seeds, eval_episodes=sizes.episodes, progress=False,
+            algo,
+            env,
+            total_steps=sizes.updates,
+            seed=seed,
+            seeds=sizes.seeds,
+            eval_episodes=sizes.episodes,
+            progress=False,
             **config,
-        )  # fmt: skip
+        )
         seconds = time.perf_counter() - began
         print(f"{env}, {name} of {kind} data: {_returns(runs[name, kind]).mean():.1f}, {seconds:.0f} s", flush=True)
     return runs
@@ -175,11 +190,14 @@ def measure(env: str, seed: int, sizes: Sizes) -> dict[str, Any]:
         policies += [(" of ".join(names[i]), runs[names[i]]) for i in nearest(list(offline.values()), TARGETS)]
         chosen = selection(policies, makers, data, sizes)
     return {
-        "random": random, "expert": expert, "online_returns": returns.tolist(),
+        "random": random,
+        "expert": expert,
+        "online_returns": returns.tolist(),
         "data": {kind: {"rows": len(x), "return": _data_return(x)} for kind, x in data.items()},
         "returns": {kind: {name: _returns(runs[name, kind]).tolist() for name in ALGORITHMS} for kind in DATA},
-        "selection": chosen | judged(chosen, random, expert), "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+        "selection": chosen | judged(chosen, random, expert),
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def _returns(run: msrl.Result) -> np.ndarray:
@@ -238,7 +256,7 @@ def page(record: dict[str, Any]) -> str:
         for kind in DATA:
             moving = sum(x > 0.05 for x in chosen["changes"][kind])
             covered = chosen["covered"][kind]
-            cells = f"{chosen['spearman'][kind]:.2f}", str(round(chosen['regret'][kind])), f"{moving} of {len(chosen['names'])}"
+            cells = f"{chosen['spearman'][kind]:.2f}", str(round(chosen["regret"][kind])), f"{moving} of {len(chosen['names'])}"
             lines.append(_line([env, kind, *cells, "-" if covered is None else f"{covered[worst]:.2f}, {covered[best]:.2f}"]))
     lines += ["", _line(("environment", "random", "expert", "scores of the eight policies")), "|---" * 4 + "|"]
     for env, row in record["environments"].items():

@@ -25,9 +25,16 @@ History = dict[str, np.ndarray]
 def train(policy: str, devices: int, steps: int) -> History:
     """The history of a run, with a row for each iteration."""
     result = msrl.train(
-        "ppo", "CartPole-v1", policy=policy, total_steps=steps, chunk=1, eval_episodes=0, devices=jax.devices()[:devices],
-        progress=False, anneal_learning_rate=True,
-    )  # fmt: skip
+        "ppo",
+        "CartPole-v1",
+        policy=policy,
+        total_steps=steps,
+        chunk=1,
+        eval_episodes=0,
+        devices=jax.devices()[:devices],
+        progress=False,
+        anneal_learning_rate=True,
+    )
     return {name: result.history[name] for name in ("step", "episode_return", "value_loss")}
 
 

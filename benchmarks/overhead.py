@@ -50,12 +50,16 @@ def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> d
         saver.end(run)
     plain = statistics.median(rates["neither"])
     return {
-        "algorithm": algo, "env": env, "policy": policy, "load": os.getloadavg()[0], "steps_per_second": round(plain),
+        "algorithm": algo,
+        "env": env,
+        "policy": policy,
+        "load": os.getloadavg()[0],
+        "steps_per_second": round(plain),
         "spread": round(statistics.stdev(rates["neither"]) / plain, 4),
         "checkpoint": round(1 - statistics.median(rates["checkpoint"]) / plain, 4),
         "guard": round(1 - statistics.median(rates["guard"]) / plain, 4),
         "wait_ms": round(1000 * statistics.median(waits), 1),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -22,13 +22,23 @@ ENV, MEMBERS = "Pendulum-v1", 8
 RATES = tuple(float(x) for x in np.geomspace(1e-6, 1e-4, MEMBERS))
 """Learning rates that are too low by one to three orders of magnitude."""
 PPO = {
-    "num_envs": 16, "unroll_length": 64, "num_epochs": 4, "num_minibatches": 4, "hidden_sizes": (32, 32), "discount": 0.95,
-    "normalize_rewards": True, "normalize_observations": True,
-}  # fmt: skip
+    "num_envs": 16,
+    "unroll_length": 64,
+    "num_epochs": 4,
+    "num_minibatches": 4,
+    "hidden_sizes": (32, 32),
+    "discount": 0.95,
+    "normalize_rewards": True,
+    "normalize_observations": True,
+}
 SEARCH = msrl.PBT(
-    search={"learning_rate": msrl.envs.log_uniform(1e-6, 1e-2)}, members=MEMBERS, every=8, fraction=0.25, explore="resample",
+    search={"learning_rate": msrl.envs.log_uniform(1e-6, 1e-2)},
+    members=MEMBERS,
+    every=8,
+    fraction=0.25,
+    explore="resample",
     resample_probability=0.5,
-)  # fmt: skip
+)
 STEPS = 200 * 1024
 
 
@@ -47,9 +57,18 @@ def compare(seed: int, pbt: msrl.PBT = SEARCH, steps: int = STEPS) -> dict[str, 
     config: dict[str, Any] = PPO
     for name, trained in (("pbt", pbt), ("fixed", None)):
         result = msrl.train(
-            "ppo", ENV, total_steps=steps, seed=seed * MEMBERS, eval_episodes=0, progress=False, learning_rate=RATES,
-            chunk=pbt.every, pbt=trained, devices=jax.devices()[:1], **config,
-        )  # fmt: skip
+            "ppo",
+            ENV,
+            total_steps=steps,
+            seed=seed * MEMBERS,
+            eval_episodes=0,
+            progress=False,
+            learning_rate=RATES,
+            chunk=pbt.every,
+            pbt=trained,
+            devices=jax.devices()[:1],
+            **config,
+        )
         members = [result.best] if trained else range(MEMBERS)
         returns = [float(result.evaluate(128, seed=seed, member=m).mean_return) for m in members]
         best, scores[name] = members[int(np.argmax(returns))], max(returns)
@@ -76,9 +95,7 @@ def overhead(every: int = 20, periods: int = 5, repeats: int = 15) -> dict[str, 
             if repeat:  # the first one compiles
                 seconds[name].append((time.perf_counter() - start) / periods)
     best = {name: min(values) for name, values in seconds.items()}
-    return {
-        "platform": jax.devices()[0].platform, "every": every, **best, "overhead": best["pbt"] / best["independent"] - 1,
-    }  # fmt: skip
+    return {"platform": jax.devices()[0].platform, "every": every, **best, "overhead": best["pbt"] / best["independent"] - 1}
 
 
 def main() -> None:

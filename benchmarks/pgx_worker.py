@@ -35,13 +35,18 @@ def script(source: Path, env: str, setting: dict) -> ModuleType:
             return hk.Linear(self.num_actions)(x), jnp.tanh(hk.Linear(1)(x))[..., 0]
 
     fields = {
-        "env_id": env.removeprefix("pgx:"), "selfplay_batch_size": setting["num_envs"],
-        "max_num_steps": setting["unroll_length"], "num_simulations": setting["num_simulations"],
-        "training_batch_size": setting["batch_size"], "learning_rate": setting["learning_rate"],
-    }  # fmt: skip
+        "env_id": env.removeprefix("pgx:"),
+        "selfplay_batch_size": setting["num_envs"],
+        "max_num_steps": setting["unroll_length"],
+        "num_simulations": setting["num_simulations"],
+        "training_batch_size": setting["batch_size"],
+        "learning_rate": setting["learning_rate"],
+    }
     for name, content in {
-        "wandb": {}, "omegaconf": {"OmegaConf": SimpleNamespace(from_cli=lambda: fields)}, "network": {"AZNet": Dense},
-    }.items():  # fmt: skip
+        "wandb": {},
+        "omegaconf": {"OmegaConf": SimpleNamespace(from_cli=lambda: fields)},
+        "network": {"AZNet": Dense},
+    }.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(content)
     pgx.make_baseline_model = lambda name: None  # it would be loaded from the network, for evaluations

@@ -38,11 +38,19 @@ def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
     """
     module = importlib.import_module(MODULES[algo])
     names = {
-        "NUM_ENVS": "num_envs", "NUM_STEPS": "unroll_length", "UPDATE_EPOCHS": "num_epochs",
-        "NUM_MINIBATCHES": "num_minibatches", "ACTIVATION": "activation", "LR": "learning_rate",
-        "MAX_GRAD_NORM": "max_grad_norm", "GAMMA": "discount", "GAE_LAMBDA": "gae_lambda", "CLIP_EPS": "clip_ratio",
-        "ENT_COEF": "entropy_coef", "VF_COEF": "value_coef",
-    }  # fmt: skip
+        "NUM_ENVS": "num_envs",
+        "NUM_STEPS": "unroll_length",
+        "UPDATE_EPOCHS": "num_epochs",
+        "NUM_MINIBATCHES": "num_minibatches",
+        "ACTIVATION": "activation",
+        "LR": "learning_rate",
+        "MAX_GRAD_NORM": "max_grad_norm",
+        "GAMMA": "discount",
+        "GAE_LAMBDA": "gae_lambda",
+        "CLIP_EPS": "clip_ratio",
+        "ENT_COEF": "entropy_coef",
+        "VF_COEF": "value_coef",
+    }
     config = {theirs: setting[ours] for theirs, ours in names.items()} | {"ENV_NAME": env, "ANNEAL_LR": False}
     steps = setting["num_envs"] * setting["unroll_length"]
     keys = jax.random.split(jax.random.PRNGKey(0), seeds)

@@ -43,7 +43,7 @@ SETTINGS = [
     Setting("simulate", "reactor:pong", TWO | {"peer_env": PONG, "params": GRAY}),
     *(Setting("q_learning", LAKE, TWO | {"peer_env": "FrozenLake-v1", "params": FIRM, "unroll_length": n}) for n in (1, 32)),
     *(Setting("inference", f"{n} agents", {"agents": n, "num_envs": 1, "unroll_length": 128}) for n in (2, 8)),
-]  # fmt: skip
+]
 _CHUNK = 128  # steps of each environment between two readings of the metrics
 
 
@@ -202,11 +202,14 @@ def table(record: Mapping[str, Any]) -> str:
         lines.append(f"| {row['label']} | {' | '.join(cells)} | {row['load']:.1f} |")
     about = record["machine"]
     versions = versions_of(record, "Ray")
-    return "\n".join([
-        *lines, "",
-        f"Medians of {record['repeats']} rounds of {record['seconds']:g} s, with the least and the greatest; ratios are those "
-        f"within rounds. {about['cores']} cores of {about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Medians of {record['repeats']} rounds of {record['seconds']:g} s, with the least and the greatest; ratios are "
+            f"those within rounds. {about['cores']} cores of {about['cpu']}, commit {record['rows'][0]['commit']}. {versions}.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -138,7 +138,7 @@ def calls(setting: dict[str, Any], ray: Any) -> dict[str, tuple[Callable[[], Any
         return {
             "step": (lambda: ray.get([a.step.remote(next(some)) for a in actors]), config["num_envs"]),
             "unroll": (lambda: ray.get([a.unroll.remote(length) for a in actors]), unroll_steps),
-        }  # fmt: skip
+        }
     q = np.ones((16, 4), np.float32)
 
     def learn() -> None:

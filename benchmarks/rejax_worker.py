@@ -79,10 +79,16 @@ def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
     def make(iterations: int):
         nonlocal state
         algorithm = getattr(rejax, name).create(
-            env=env, num_envs=setting["num_envs"], **arguments(setting), gamma=setting["discount"],
-            learning_rate=np.ravel(setting["learning_rate"])[0].item(), max_grad_norm=setting["max_grad_norm"],
-            total_timesteps=iterations * steps, eval_freq=iterations * steps, skip_initial_evaluation=True,
-        )  # fmt: skip
+            env=env,
+            num_envs=setting["num_envs"],
+            **arguments(setting),
+            gamma=setting["discount"],
+            learning_rate=np.ravel(setting["learning_rate"])[0].item(),
+            max_grad_norm=setting["max_grad_norm"],
+            total_timesteps=iterations * steps,
+            eval_freq=iterations * steps,
+            skip_initial_evaluation=True,
+        )
         algorithm = algorithm.replace(eval_callback=lambda algorithm, state, key: ())
         init, train = algorithm.init_state, lambda state: algorithm.train(train_state=state)[0]
         key = jax.random.PRNGKey(0)

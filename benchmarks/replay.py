@@ -35,9 +35,14 @@ class Functions(NamedTuple):
 def ours(example: Any, prioritized: bool, capacity: int, args: argparse.Namespace) -> Functions:
     """The buffer of this library."""
     buffer = (replay.prioritized if prioritized else replay.uniform)(
-        example, capacity=capacity, num_envs=args.envs, unroll_length=args.unroll, batch_size=args.batch,
-        length=args.length, shards=args.shards,
-    )  # fmt: skip
+        example,
+        capacity=capacity,
+        num_envs=args.envs,
+        unroll_length=args.unroll,
+        batch_size=args.batch,
+        length=args.length,
+        shards=args.shards,
+    )
     return Functions(buffer.init, buffer.insert, buffer.sample, buffer.update if prioritized else None)
 
 
@@ -46,13 +51,15 @@ def flashbax(example: Any, prioritized: bool, capacity: int, args: argparse.Name
     import flashbax as fbx  # pyright: ignore[reportMissingImports]
 
     sizes = {
-        "add_batch_size": args.envs, "sample_batch_size": args.batch, "sample_sequence_length": args.length, "period": 1,
-        "min_length_time_axis": args.length, "max_length_time_axis": capacity // args.envs // args.unroll * args.unroll,
-    }  # fmt: skip
+        "add_batch_size": args.envs,
+        "sample_batch_size": args.batch,
+        "sample_sequence_length": args.length,
+        "period": 1,
+        "min_length_time_axis": args.length,
+        "max_length_time_axis": capacity // args.envs // args.unroll * args.unroll,
+    }
     if prioritized:
-        buffer = fbx.make_prioritised_trajectory_buffer(
-            **sizes, priority_exponent=0.6, device=jax.default_backend()
-        )  # fmt: skip
+        buffer = fbx.make_prioritised_trajectory_buffer(**sizes, priority_exponent=0.6, device=jax.default_backend())
     else:
         buffer = fbx.make_trajectory_buffer(**sizes)
 

@@ -38,17 +38,25 @@ def algorithm(setting: dict[str, Any], options: dict[str, Any], seed: int) -> An
     given, runners = setting["config"], options["runners"]
     batch = given["num_envs"] * given["unroll_length"]
     training: dict[str, Any] = {
-        "lr": given["learning_rate"], "gamma": given["discount"], "grad_clip": given["max_grad_norm"],
-        "grad_clip_by": "global_norm", "train_batch_size_per_learner": batch, "entropy_coeff": given["entropy_coef"],
-    }  # fmt: skip
+        "lr": given["learning_rate"],
+        "gamma": given["discount"],
+        "grad_clip": given["max_grad_norm"],
+        "grad_clip_by": "global_norm",
+        "train_batch_size_per_learner": batch,
+        "entropy_coeff": given["entropy_coef"],
+    }
     if setting["algo"] == "ppo":
         config = PPOConfig()
         # RLlib squares errors of values where msrl_jax takes half of the square; its clip is one of the loss.
         training |= {
-            "num_epochs": given["num_epochs"], "minibatch_size": batch // given["num_minibatches"], "use_kl_loss": False,
-            "lambda_": given["gae_lambda"], "clip_param": given["clip_ratio"], "vf_clip_param": float("inf"),
+            "num_epochs": given["num_epochs"],
+            "minibatch_size": batch // given["num_minibatches"],
+            "use_kl_loss": False,
+            "lambda_": given["gae_lambda"],
+            "clip_param": given["clip_ratio"],
+            "vf_clip_param": float("inf"),
             "vf_loss_coeff": given["value_coef"] / 2,
-        }  # fmt: skip
+        }
     else:
         config = IMPALAConfig()
         training |= {"vf_loss_coeff": given["value_coef"]}
@@ -58,8 +66,10 @@ def algorithm(setting: dict[str, Any], options: dict[str, Any], seed: int) -> An
     config = (
         config.environment(setting["env"].split(":")[1])
         .env_runners(
-            num_env_runners=runners, num_envs_per_env_runner=given["num_envs"] // max(runners, 1),
-            rollout_fragment_length=given["unroll_length"], gym_env_vectorize_mode=options["vectorize"],
+            num_env_runners=runners,
+            num_envs_per_env_runner=given["num_envs"] // max(runners, 1),
+            rollout_fragment_length=given["unroll_length"],
+            gym_env_vectorize_mode=options["vectorize"],
         )
         .learners(num_learners=options["learners"])
         .training(**training)
@@ -67,7 +77,7 @@ def algorithm(setting: dict[str, Any], options: dict[str, Any], seed: int) -> An
         .callbacks(on_episode_end=log_return)
         .reporting(min_time_s_per_iteration=0)
         .debugging(seed=seed, log_level="ERROR")
-    )  # fmt: skip
+    )
     return config.build_algo()
 
 

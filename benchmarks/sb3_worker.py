@@ -21,9 +21,14 @@ def main() -> None:
     envs = SubprocVecEnv([lambda: gymnasium.make(name)] * config["num_envs"], "forkserver")
     batch = config["num_envs"] * config["unroll_length"]
     model = PPO(
-        "MlpPolicy", envs, n_steps=config["unroll_length"], batch_size=batch // config["num_minibatches"],
-        n_epochs=config["num_epochs"], learning_rate=config["learning_rate"], device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        envs,
+        n_steps=config["unroll_length"],
+        batch_size=batch // config["num_minibatches"],
+        n_epochs=config["num_epochs"],
+        learning_rate=config["learning_rate"],
+        device="cpu",
+    )
     model.learn(batch)
     versions = {"stable-baselines3": stable_baselines3.__version__, "torch": torch.__version__}
     print(json.dumps({"compile_seconds": time.perf_counter() - start, "device": "cpu", "versions": versions}), flush=True)

@@ -44,6 +44,9 @@ def clone(text: str) -> Path:
 
 if __name__ == "__main__":
     run(
-        "Pgx", __doc__, SETTINGS, add_arguments,
+        "Pgx",
+        __doc__,
+        SETTINGS,
+        add_arguments,
         lambda args: [args.python, Path(__file__).with_name("pgx_worker.py"), "--source", args.source],
-    )  # fmt: skip
+    )

@@ -60,7 +60,7 @@ class Loop:
 
     def __init__(
         self, make: Callable[[int], tuple[Callable[[], Any], float]], steps: int, *, first: int = 2, empty: bool = False
-    ):  # fmt: skip
+    ):
         """Compiles, warms up, and finds the number of iterations in a chunk.
 
         Args:

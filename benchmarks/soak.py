@@ -41,18 +41,29 @@ def soak(policy: str, minutes: float, devices: int, seconds: float) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         msrl.train(
-            "ppo", "CartPole-v1", policy=policy, total_steps=1e13, out=os.path.join(folder, "run"),
-            checkpoint_every=f"{seconds}s", eval_episodes=0, callbacks=[tick], progress=False,
-        )  # fmt: skip
+            "ppo",
+            "CartPole-v1",
+            policy=policy,
+            total_steps=1e13,
+            out=os.path.join(folder, "run"),
+            checkpoint_every=f"{seconds}s",
+            eval_episodes=0,
+            callbacks=[tick],
+            progress=False,
+        )
     rows = [row for row in rows if row[0] > 12 * minutes]
     first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     rate, relative = ([float(np.median([row[i] for row in part])) for part in (first, last)] for i in (1, 4))
     return {
-        "policy": policy, "ticks": len(rows), "load": os.getloadavg()[1], "steps_per_second": round(rate[0]),
-        "drift": round(relative[1] / relative[0] - 1, 4), "drift_with_the_machine": round(rate[1] / rate[0] - 1, 4),
+        "policy": policy,
+        "ticks": len(rows),
+        "load": os.getloadavg()[1],
+        "steps_per_second": round(rate[0]),
+        "drift": round(relative[1] / relative[0] - 1, 4),
+        "drift_with_the_machine": round(rate[1] / rate[0] - 1, 4),
         "compilations": rows[-1][3] - rows[0][3],
         "resident_mib": [round(np.median([row[2] for row in part]) / 2**20, 1) for part in (rows[:30], rows[-30:])],
-    }  # fmt: skip
+    }
 
 
 def fixed_program() -> Callable[[], float]:

@@ -25,10 +25,20 @@ import msrl_jax as msrl
 from msrl_jax.report.provenance import commit
 
 SHARED = {
-    "num_envs": 128, "unroll_length": 32, "num_minibatches": 4, "num_epochs": 4, "hidden_sizes": (64, 64), "activation": "silu",
-    "discount": 0.99, "gae_lambda": 0.95, "clip_ratio": 0.2, "entropy_coef": 1e-3, "max_grad_norm": 0.5,
-    "normalize_observations": True, "learning_rate": 1e-3,
-}  # fmt: skip
+    "num_envs": 128,
+    "unroll_length": 32,
+    "num_minibatches": 4,
+    "num_epochs": 4,
+    "hidden_sizes": (64, 64),
+    "activation": "silu",
+    "discount": 0.99,
+    "gae_lambda": 0.95,
+    "clip_ratio": 0.2,
+    "entropy_coef": 1e-3,
+    "max_grad_norm": 0.5,
+    "normalize_observations": True,
+    "learning_rate": 1e-3,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +76,7 @@ def ours(task: Task, seed: int) -> dict[str, float]:
     start = time.perf_counter()
     result = msrl.train(
         "ppo", task.env, total_steps=task.total_steps, seed=seed, eval_episodes=task.episodes, progress=False, **task.settings
-    )  # fmt: skip
+    )
     seconds = time.perf_counter() - start
     assert result.evaluation is not None
     greedy, steps = float(result.evaluation.means["eval_return"]), int(result.history["step"][-1])

@@ -27,10 +27,18 @@ Loop = tuple[Callable[[jax.Array], Any], Callable[[Any, Any, jax.Array], Any]]
 
 SIZES = {"brax": 64, "playground": 32, "craftax": 64, "xminigrid": 512, "jumanji": 256, "gymnax": 1024}
 NAMES = (
-    "brax:inverted_pendulum", "brax:halfcheetah", "playground:CartpoleBalance", "playground:CheetahRun",
-    "craftax:Craftax-Classic-Symbolic-v1", "xminigrid:MiniGrid-EmptyRandom-8x8", "xminigrid:XLand-MiniGrid-R1-9x9",
-    "jumanji:Snake-v1", "jumanji:Game2048-v1", "CartPole-v1", "Breakout-MinAtar",
-)  # fmt: skip
+    "brax:inverted_pendulum",
+    "brax:halfcheetah",
+    "playground:CartpoleBalance",
+    "playground:CheetahRun",
+    "craftax:Craftax-Classic-Symbolic-v1",
+    "xminigrid:MiniGrid-EmptyRandom-8x8",
+    "xminigrid:XLand-MiniGrid-R1-9x9",
+    "jumanji:Snake-v1",
+    "jumanji:Game2048-v1",
+    "CartPole-v1",
+    "Breakout-MinAtar",
+)
 
 
 def brax(name: str, num_envs: int) -> Loop:
@@ -89,8 +97,13 @@ def gymnax(name: str, num_envs: int) -> Loop:
 
 
 THEIRS = {
-    "brax": brax, "playground": playground, "craftax": craftax, "xminigrid": xminigrid, "jumanji": jumanji, "gymnax": gymnax,
-}  # fmt: skip
+    "brax": brax,
+    "playground": playground,
+    "craftax": craftax,
+    "xminigrid": xminigrid,
+    "jumanji": jumanji,
+    "gymnax": gymnax,
+}
 
 
 def ours(env: envs.Environment, num_envs: int) -> Loop:

@@ -65,10 +65,17 @@ def measure(name: str, experiment: Experiment, delays: Sequence[float], seconds:
             with delayed(program, delay):
                 runner = program_runner(experiment, program, count)
                 rate = statistics.median(runner.run(seconds) for _ in range(repeats))
-            rows.append({
-                "case": name, "policy": policy, "delay": delay, "exchanges": predicted.exchanges,
-                "steps": steps, "predicted": predicted.seconds, "measured": steps / rate,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": name,
+                    "policy": policy,
+                    "delay": delay,
+                    "exchanges": predicted.exchanges,
+                    "steps": steps,
+                    "predicted": predicted.seconds,
+                    "measured": steps / rate,
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -101,13 +108,17 @@ def page(record: Mapping[str, Any]) -> str:
     good = sum(case["regret"] <= _CLOSE for case in found)
     worst = max(found, key=lambda case: case["regret"])
     about, versions = record["machine"], ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join([
-        *lines, "",
-        "Milliseconds of an iteration: measured (predicted). Bold is the fastest, italic the predicted one. The predicted one "
-        f"is the fastest, or at most a tenth slower, in {good} of {len(found)} cases; in the worst it takes "
-        f"{worst['regret']:.2f} times as long ({worst['case']}, {1e3 * worst['delay']:g} ms).", "",
-        f"{about['cpu']} (cores: {about['cores']}). {versions}.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Milliseconds of an iteration: measured (predicted). Bold is the fastest, italic the predicted one. The predicted "
+            f"one is the fastest, or at most a tenth slower, in {good} of {len(found)} cases; in the worst it takes "
+            f"{worst['regret']:.2f} times as long ({worst['case']}, {1e3 * worst['delay']:g} ms).",
+            "",
+            f"{about['cpu']} (cores: {about['cores']}). {versions}.",
+        ]
+    )
 
 
 def _line(cells: Sequence[str]) -> str:

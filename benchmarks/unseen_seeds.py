@@ -46,9 +46,13 @@ def measure(name: str, first: int = FIRST, seeds: int = SEEDS, **changes: Any) -
     scores = np.reshape(result.history[f"eval_{record.score}"], (-1, seeds))
     scores = scores[~np.isnan(scores).all(1)]
     return {
-        "recipe": name, "settings": dict(recipe.settings), "first": first, "best": float(np.mean(record.best)),
-        "episodes": episodes, "scores": np.round(scores.T, 2).tolist(),
-    }  # fmt: skip
+        "recipe": name,
+        "settings": dict(recipe.settings),
+        "first": first,
+        "best": float(np.mean(record.best)),
+        "episodes": episodes,
+        "scores": np.round(scores.T, 2).tolist(),
+    }
 
 
 def last_scores(row: Mapping[str, Any]) -> np.ndarray:

@@ -40,11 +40,12 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 
 SITE_LINKS = {
     "": {
-        "../notebooks/": "notebooks/", "../benchmarks/README.md": "reference/benchmarks.md",
+        "../notebooks/": "notebooks/",
+        "../benchmarks/README.md": "reference/benchmarks.md",
         "../benchmarks/records/README.md": "results/index.md",
     },
     "reference/benchmarks": {"../docs/": "../", "records/README.md": "../results/index.md"},
-}  # fmt: skip
+}
 """What links of the repository are on the site, by the page that has them; "" is any other page."""
 
 

@@ -13,11 +13,19 @@ from msrl_jax.run.outputs.video import film
 from msrl_jax.run.prepare import make_experiment
 
 SHOWN = {
-    "CartPole-v1": "ppo", "Breakout-MinAtar": "ppo", "brax:halfcheetah": "ppo", "playground:CheetahRun": "ppo",
-    "craftax:Craftax-Classic-Symbolic-v1": "ppo", "xminigrid:MiniGrid-FourRooms": "ppo", "jumanji:Snake-v1": "ppo",
-    "gymnasium:Walker2d-v5": "ppo", "jaxmarl:MPE_simple_spread_v3": "ippo", "pgx:connect_four": "self_play",
-    "envpool:Pong-v5": "ppo", "navix:Navix-DoorKey-8x8-v0": "ppo",
-}  # fmt: skip
+    "CartPole-v1": "ppo",
+    "Breakout-MinAtar": "ppo",
+    "brax:halfcheetah": "ppo",
+    "playground:CheetahRun": "ppo",
+    "craftax:Craftax-Classic-Symbolic-v1": "ppo",
+    "xminigrid:MiniGrid-FourRooms": "ppo",
+    "jumanji:Snake-v1": "ppo",
+    "gymnasium:Walker2d-v5": "ppo",
+    "jaxmarl:MPE_simple_spread_v3": "ippo",
+    "pgx:connect_four": "self_play",
+    "envpool:Pong-v5": "ppo",
+    "navix:Navix-DoorKey-8x8-v0": "ppo",
+}
 STEPS, SIZE, COLUMNS, TEXT = 30, 150, 6, 16
 
 

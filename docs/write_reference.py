@@ -20,14 +20,35 @@ THEMES = {
 }
 API = {
     "msrl_jax": [
-        "Result", "Experiment", "PBT", "compile", "fragment", "Program", "Plan", "plan_devices", "Delayed",
-        "Mean", "sweep", "SweepResult", "choose_policy", "Choice", "video", "export", "plot", "plot_lineage", "plot_sweep",
-        "runs_page", "plot_runs", "profile",
-        "profile_program", "Profile", "recipe", "reproduce",
+        "Result",
+        "Experiment",
+        "PBT",
+        "compile",
+        "fragment",
+        "Program",
+        "Plan",
+        "plan_devices",
+        "Delayed",
+        "Mean",
+        "sweep",
+        "SweepResult",
+        "choose_policy",
+        "Choice",
+        "video",
+        "export",
+        "plot",
+        "plot_lineage",
+        "plot_sweep",
+        "runs_page",
+        "plot_runs",
+        "profile",
+        "profile_program",
+        "Profile",
+        "recipe",
+        "reproduce",
         "Reproduction",
     ],
-    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB",
-                             "TrustError"],
+    "msrl_jax.run": ["Tick", "Filming", "Video", "Evaluation", "TensorBoard", "WandB", "TrustError"],
     "msrl_jax.policies": None,
     "msrl_jax.envs": None,
     "msrl_jax.algorithms": ["Agent", "build", "config", "field", "tunable", "get", "names", "counted"],
@@ -35,7 +56,7 @@ API = {
     "msrl_jax.losses": None,
     "msrl_jax.data": None,
     **dict.fromkeys((f"msrl_jax.{room}" for room in rooms()), None),
-}  # fmt: skip
+}
 
 
 def write(folder: Path) -> None:

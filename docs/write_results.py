@@ -15,8 +15,12 @@ RESULTS, BENCHMARKS, RECORDS = (
 )
 SPEED = {
     "rejax": (
-        "ppo CartPole-v1 64 x 128", "ppo CartPole-v1 4 x 128, 64 seeds", "ppo CartPole-v1 4 x 128, 4 learning rates",
-        "ppo Breakout-MinAtar 64 x 128", "dqn CartPole-v1 128 x 1, 8 x 256", "sac Pendulum-v1 16 x 1, 2 x 128",
+        "ppo CartPole-v1 64 x 128",
+        "ppo CartPole-v1 4 x 128, 64 seeds",
+        "ppo CartPole-v1 4 x 128, 4 learning rates",
+        "ppo Breakout-MinAtar 64 x 128",
+        "dqn CartPole-v1 128 x 1, 8 x 256",
+        "sac Pendulum-v1 16 x 1, 2 x 128",
         "td3 Pendulum-v1 16 x 1, 2 x 128",
     ),
     "purejaxrl": ("ppo CartPole-v1 4 x 128", "recurrent_ppo CartPole-v1 64 x 128"),
@@ -27,13 +31,26 @@ SPEED = {
         "qmix gru jaxmarl:MPE_simple_spread_v3:num_agents=32 128 x 26, 1 x 32",
     ),
     "pgx": ("alphazero pgx:connect_four 128 x 16, 8 x 256",),
-}  # fmt: skip
+}
 """The rows of `results.md` by the table that they are from; one for each algorithm, the best and the worst."""
 RECIPES = (
-    "dqn-spaceinvaders", "es-cartpole", "impala-spaceinvaders", "mappo-spread", "muzero-cartpole", "ppo-cartpole",
-    "ppo-breakout", "ppo-craftax", "ppo-halfcheetah", "ppo-hopper", "ppo_rnd-doorkey", "pqn-breakout", "qmix-spread",
-    "r2d2-cartpole", "sac-pendulum", "td3-pendulum",
-)  # fmt: skip
+    "dqn-spaceinvaders",
+    "es-cartpole",
+    "impala-spaceinvaders",
+    "mappo-spread",
+    "muzero-cartpole",
+    "ppo-cartpole",
+    "ppo-breakout",
+    "ppo-craftax",
+    "ppo-halfcheetah",
+    "ppo-hopper",
+    "ppo_rnd-doorkey",
+    "pqn-breakout",
+    "qmix-spread",
+    "r2d2-cartpole",
+    "sac-pendulum",
+    "td3-pendulum",
+)
 
 
 @functools.cache

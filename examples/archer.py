@@ -56,7 +56,7 @@ def utterance_targets(own: jax.Array, proposed: jax.Array, dialogues: Dialogues,
 
 def token_advantages(own: jax.Array, dialogues: Dialogues, discount: Any, gae_lambda: Any) -> jax.Array:
     """PPO's advantages, of which tokens are the steps; the value before each is the first output. `[..., H, U]`"""
-    in_time = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-2], -1), -1, 0)  # noqa: E731
+    in_time = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-2], -1), -1, 0)
     value = own[..., :-1, 0]
     reward = jnp.concatenate([jnp.zeros_like(value[..., 1:]), dialogues.reward[..., None]], -1)
     reward, values, counts = map(in_time, (reward, value, jnp.broadcast_to(dialogues.counts[..., None], value.shape)))
@@ -161,7 +161,7 @@ class ArCHer:
                 target = utterance_targets(own, proposed, dialogues, self.discount)
             else:
                 target = jnp.full_like(own, jnp.nan).at[..., :-1, 0].set(own[..., :-1, 0] + of_tokens(own, dialogues))
-            loss = lambda p: value_error(game.read(critic_net, p, dialogues.turns)[0], target, dialogues.counts)  # noqa: E731
+            loss = lambda p: value_error(game.read(critic_net, p, dialogues.turns)[0], target, dialogues.counts)
             return jax.value_and_grad(loss)(params)
 
         @msrl.fragment(role="learner:critic")
@@ -235,10 +235,15 @@ class ArCHer:
             return State(params, target_params, opt_state, buffer.init(), jax.random.split(env_key, self.num_envs), key)
 
         return Agent(
-            init=init, iteration=iteration, act=act, initial_carry=silence, env=envs.vectorize(env, self.num_envs),
-            axes=State(P(), P(), P(), buffer.axes, P("env"), P(), P()), updates_per_iteration=updates,
+            init=init,
+            iteration=iteration,
+            act=act,
+            initial_carry=silence,
+            env=envs.vectorize(env, self.num_envs),
+            axes=State(P(), P(), P(), buffer.axes, P("env"), P(), P()),
+            updates_per_iteration=updates,
             steps_per_iteration=self.num_envs * length,
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True)

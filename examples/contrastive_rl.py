@@ -29,16 +29,7 @@ from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tu
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.off_policy import (
-    Batch,
-    Learner,
-    OffPolicyState,
-    apply_if,
-    draw,
-    initial_state,
-    learn_from,
-    state_axes,
-)
+from msrl_jax.loops.off_policy import Batch, Learner, OffPolicyState, apply_if, draw, initial_state, learn_from, state_axes
 from msrl_jax.loops.replay_buffers import n_step_buffer
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.continuous_policies import tanh_policy

@@ -224,10 +224,14 @@ class MAML:
             return State(params, optimizer.init(params), jax.random.split(key, self.num_envs))
 
         return Agent(
-            init=init, iteration=iteration, axes=State(P(), P(), P("env"), P()), updates_per_iteration=self.num_epochs,
-            env=envs.vectorize(env, self.num_envs), steps_per_iteration=2 * shape[0] * shape[1] * self.unroll_length,
+            init=init,
+            iteration=iteration,
+            axes=State(P(), P(), P("env"), P()),
+            updates_per_iteration=self.num_epochs,
+            env=envs.vectorize(env, self.num_envs),
+            steps_per_iteration=2 * shape[0] * shape[1] * self.unroll_length,
             act=lambda state, obs, key, carry: (of_env(policy.apply(state.params, obs)[0]), carry),  # without adaptation
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,13 @@ from msrl_jax import meta
 from msrl_jax.report import curves
 
 SETTINGS = {
-    "num_envs": 32, "learning_rate": 3e-3, "anneal_learning_rate": True, "discount": 0.9,
-    "gae_lambda": 0.3, "hidden_sizes": (64,),
-}  # fmt: skip
+    "num_envs": 32,
+    "learning_rate": 3e-3,
+    "anneal_learning_rate": True,
+    "discount": 0.9,
+    "gae_lambda": 0.3,
+    "hidden_sizes": (64,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +79,17 @@ def wrapped(tasks: Tasks, is_rl3: bool) -> Any:
 def rewards(tasks: Tasks, is_rl3: bool, seeds: int, steps: int, episodes: int, **where: Any) -> dict[str, np.ndarray]:
     """Trains an agent on each seed and lets it play; rewards per step in each quarter of the horizon, by tasks. `[seeds, 4]`"""
     result = msrl.train(
-        "recurrent_ppo", wrapped(tasks, is_rl3), env_params=tasks.learned, total_steps=steps, seeds=seeds, eval_episodes=0,
-        progress=False, unroll_length=tasks.horizon, **SETTINGS, **where,
-    )  # fmt: skip
+        "recurrent_ppo",
+        wrapped(tasks, is_rl3),
+        env_params=tasks.learned,
+        total_steps=steps,
+        seeds=seeds,
+        eval_episodes=0,
+        progress=False,
+        unroll_length=tasks.horizon,
+        **SETTINGS,
+        **where,
+    )
 
     def quarters(member: int, distribution: Callable) -> np.ndarray:
         played = result.evaluate(episodes, seed=1000, member=member, env_params=distribution).metrics

@@ -194,7 +194,11 @@ def train(algorithm: str, game: str, network: Any, seed: int, **given: Any) -> m
 
 
 def search(
-    algorithm: str, game: str, seed: int, supernet: CellNetwork = CellNetwork(), **given: Any  # noqa: B008
+    algorithm: str,
+    game: str,
+    seed: int,
+    supernet: CellNetwork = CellNetwork(),  # noqa: B008
+    **given: Any,
 ) -> tuple[dict[str, msrl.Result], np.ndarray]:
     """Trains the CNN, a supernet, and then the cell that it finds, from scratch.
 

@@ -198,7 +198,7 @@ def make_iteration(setting: Setting) -> Callable[[State], tuple[State, dict[str,
         played = target.counts.sum().astype(int)
         exploration = setting.exploration / jnp.maximum(played, setting.exploration)
         new = play(key, task, policy, exploration, setting.episodes_per_iteration)
-        lost = lambda states, actions, q: action_values(states, q).max(0) - features(states, actions) @ q  # noqa: E731
+        lost = lambda states, actions, q: action_values(states, q).max(0) - features(states, actions) @ q
         regret = jax.vmap(lost, (1, 1, 0))(new.states[0, :, :-1], new.actions[0], optimal).sum(0).mean()
         target = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, played, 1), target, new)
         return target, on_grid(regret)

@@ -21,10 +21,15 @@ from msrl_jax.returns.means import mean
 
 WORDS = ("dog", "banana", "truck", "trousers", "computer", "piano", "chair", "pen", "football", "hammer")
 QUESTIONS = {  # question -> the words whose answer is yes
-    "is it soft": "dog banana trousers", "is it large": "truck piano chair", "is it small": "banana pen football hammer",
-    "is it wooden": "piano chair hammer", "is it long": "banana truck trousers pen hammer", "can it move": "dog truck football",
-    "has it legs": "dog trousers piano chair", "has it keys": "computer piano",
-}  # fmt: skip
+    "is it soft": "dog banana trousers",
+    "is it large": "truck piano chair",
+    "is it small": "banana pen football hammer",
+    "is it wooden": "piano chair hammer",
+    "is it long": "banana truck trousers pen hammer",
+    "can it move": "dog truck football",
+    "has it legs": "dog trousers piano chair",
+    "has it keys": "computer piano",
+}
 UTTERANCE = 3  # tokens of every question and guess, `U`
 START, YES, NO, WHAT = range(4)  # the first tokens of the vocabulary
 

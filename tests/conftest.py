@@ -121,9 +121,13 @@ def _limit_of_container(name, otherwise):
 def tiny():
     """A config that compiles and runs fast: iterations of 64 steps."""
     return {
-        "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
+        "num_envs": 8,
+        "unroll_length": 8,
+        "num_epochs": 1,
+        "num_minibatches": 2,
+        "hidden_sizes": (8,),
         "normalize_observations": True,
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="session")

@@ -106,9 +106,21 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_the_floors_of_the_compiler_import_those_below():
     floors = [
-        "support", "codecs", "counters", "metrics", "placement", "graph", "passes", "runtime", "plan", "program", "measure",
-        "compiler", "progress", "__init__",
-    ]  # fmt: skip
+        "support",
+        "codecs",
+        "counters",
+        "metrics",
+        "placement",
+        "graph",
+        "passes",
+        "runtime",
+        "plan",
+        "program",
+        "measure",
+        "compiler",
+        "progress",
+        "__init__",
+    ]
     inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.fragments.")}
     modules = {(name, resolved(target)) for name in inside for target in IMPORTS[name]}
     assert not {(a, b) for a, b in modules if b in inside and floors.index(inside[a]) < floors.index(inside[b])}

@@ -38,15 +38,53 @@ from tests.support import processes
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 TITLES = (
-    "policies", "algorithms", "networks", "own_algorithm", "offline", "own_environment", "environments", "several_agents",
-    "games", "runs", "watching", "performance", "guarantees", "populations", "results", "architecture", "index", "first_hour",
-    "concepts", "examples", "cluster", "faq",
-)  # fmt: skip
+    "policies",
+    "algorithms",
+    "networks",
+    "own_algorithm",
+    "offline",
+    "own_environment",
+    "environments",
+    "several_agents",
+    "games",
+    "runs",
+    "watching",
+    "performance",
+    "guarantees",
+    "populations",
+    "results",
+    "architecture",
+    "index",
+    "first_hour",
+    "concepts",
+    "examples",
+    "cluster",
+    "faq",
+)
 (
-    POLICIES, ALGORITHMS, NETWORKS, OWN_ALGORITHM, OFFLINE, OWN_ENVIRONMENT, ENVIRONMENTS, SEVERAL_AGENTS,
-    GAMES, RUNS, WATCHING, PERFORMANCE, GUARANTEES, POPULATIONS, RESULTS, ARCHITECTURE, INDEX, FIRST_HOUR,
-    CONCEPTS, EXAMPLES, CLUSTER, FAQ,
-) = (f"docs/{title}.md" for title in TITLES)  # fmt: skip
+    POLICIES,
+    ALGORITHMS,
+    NETWORKS,
+    OWN_ALGORITHM,
+    OFFLINE,
+    OWN_ENVIRONMENT,
+    ENVIRONMENTS,
+    SEVERAL_AGENTS,
+    GAMES,
+    RUNS,
+    WATCHING,
+    PERFORMANCE,
+    GUARANTEES,
+    POPULATIONS,
+    RESULTS,
+    ARCHITECTURE,
+    INDEX,
+    FIRST_HOUR,
+    CONCEPTS,
+    EXAMPLES,
+    CLUSTER,
+    FAQ,
+) = (f"docs/{title}.md" for title in TITLES)
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOP = "top"
@@ -522,7 +560,7 @@ def test_an_algorithm_of_ones_own_begins_to_learn_and_its_plan_is_the_printed_on
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
-    drawn, now = (set(re.findall(r'data-[^>]*', svg)) for svg in ((ROOT / "docs/plan.svg").read_text(), explained.svg()))
+    drawn, now = (set(re.findall(r"data-[^>]*", svg)) for svg in ((ROOT / "docs/plan.svg").read_text(), explained.svg()))
     assert drawn == now
 
     arguments = ["--algo", "actor_critic:ActorCritic", "--learning-rate", "1e-3,1e-2", "--num-envs", "8", "--out", "run"]

@@ -29,9 +29,20 @@ def compiled(name, seconds, fun_name="", **about):
 jax.monitoring.register_event_duration_secs_listener(compiled)
 """
 TINY = [
-    "train", "--total-steps", "64", "--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--eval-episodes", "2",
-    "--progress", "none",
-]  # fmt: skip
+    "train",
+    "--total-steps",
+    "64",
+    "--num-envs",
+    "4",
+    "--unroll-length",
+    "8",
+    "--hidden-sizes",
+    "8",
+    "--eval-episodes",
+    "2",
+    "--progress",
+    "none",
+]
 TRAIN = f"""
 import gymnax  # which compiles a program as it is imported
 {RUN}
@@ -266,7 +277,7 @@ def three_numbers():
 
 def test_another_thread_compiles_the_same_program_once():
     executables, x = Executables(), three_numbers()
-    double = lambda x: (2 * x,)  # noqa: E731
+    double = lambda x: (2 * x,)
     executables.begin(Request("double", double, [x]))
     executables.begin(Request("double", double, [x]))
     compiled = executables.compile(Request("double", double, [x]))
@@ -276,7 +287,7 @@ def test_another_thread_compiles_the_same_program_once():
 
 def test_an_error_of_another_thread_s_compiler_reaches_the_user():
     executables, x = Executables(), three_numbers()
-    call = lambda x: (jax.ffi.ffi_call("no_such_target", x)(x),)  # noqa: E731
+    call = lambda x: (jax.ffi.ffi_call("no_such_target", x)(x),)
     executables.begin(Request("call", call, [x]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_target"):
         executables.compile(Request("call", call, [x]))

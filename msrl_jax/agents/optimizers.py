@@ -17,9 +17,13 @@ import optax.contrib
 from msrl_jax.kernels.networks import global_norm
 
 NAMED: Mapping[str, Callable[..., optax.GradientTransformation]] = {
-    "adam": optax.adam, "adamw": optax.adamw, "rmsprop": optax.rmsprop, "sgd": optax.sgd, "lion": optax.lion,
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "rmsprop": optax.rmsprop,
+    "sgd": optax.sgd,
+    "lion": optax.lion,
     "muon": optax.contrib.muon,
-}  # fmt: skip
+}
 """The optimizers of optax that have a name here."""
 
 

@@ -19,9 +19,7 @@ from msrl_jax.fragments.counters import Counter
 from msrl_jax.fragments.progress import Progress, parameter_age, parameter_version
 
 # Exceptions that JAX raises if Python code needs the value of a traced array.
-BRANCHES = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
-)  # fmt: skip
+BRANCHES = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError)
 
 
 def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., Any], axes: Any) -> Agent:
@@ -36,7 +34,7 @@ def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., 
     Returns:
       The agent.
     """
-    within = lambda f: None if f is None else lambda state, *args: f(state.inner, *args)  # noqa: E731
+    within = lambda f: None if f is None else lambda state, *args: f(state.inner, *args)
     new = {"act": within(agent.act), "probabilities": within(agent.probabilities)}
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes, **new)
 
@@ -89,9 +87,13 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
         return lambda state, *args: getattr(build(state.numbers), name)(state.inner, *args)
 
     return dataclasses.replace(
-        agent, init=init, iteration=iteration, axes=Scheduled(agent.axes, P()),  # type: ignore[arg-type]
-        act=of_state("act"), probabilities=None if agent.probabilities is None else of_state("probabilities"),
-    )  # fmt: skip
+        agent,
+        init=init,
+        iteration=iteration,
+        axes=Scheduled(agent.axes, P()),  # type: ignore[arg-type]
+        act=of_state("act"),
+        probabilities=None if agent.probabilities is None else of_state("probabilities"),
+    )
 
 
 class Counted(NamedTuple):

@@ -15,16 +15,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
-from msrl_jax.configs.config import (
-    ALL_ACTIONS,
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import ALL_ACTIONS, Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
@@ -90,14 +81,17 @@ class A2C:
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return A2CState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                params,
+                optimizer.init(params),
+                jax.random.split(actor_key, self.num_envs),
+                env_state,
+                obs,
                 network.initial_carry((self.num_envs,)),
-            )  # fmt: skip
+            )
 
         axes = logical_axes(
-            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            carry=P("env"),
-        )  # fmt: skip
+            A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), carry=P("env")
+        )
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
@@ -168,12 +162,7 @@ class A2C:
 
 
 def advantage_loss(
-    config: Any,
-    network: ActorCritic,
-    params: Any,
-    t: Trajectory,
-    bootstrap_value: jax.Array,
-    carry: Carry,
+    config: Any, network: ActorCritic, params: Any, t: Trajectory, bootstrap_value: jax.Array, carry: Carry
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)

@@ -25,16 +25,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, le
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.configs.config import (
-    ALL_ACTIONS,
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import ALL_ACTIONS, Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs
@@ -110,15 +101,27 @@ class A3C:
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return A3CState(
-                params, optimizer.init(params), jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
-                jnp.zeros(num_workers, jnp.uint32), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                params,
+                optimizer.init(params),
+                jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
+                jnp.zeros(num_workers, jnp.uint32),
+                jax.random.split(actor_key, self.num_envs),
+                env_state,
+                obs,
                 network.initial_carry((self.num_envs,)),
-            )  # fmt: skip
+            )
 
         axes = logical_axes(
-            A3CState, params=P(), opt_state=P(), worker_params=P("worker"), fetched=P("worker"), actor_keys=P("env"),
-            env_state=venv.axes, obs=P("env"), carry=P("env"),
-        )  # fmt: skip
+            A3CState,
+            params=P(),
+            opt_state=P(),
+            worker_params=P("worker"),
+            fetched=P("worker"),
+            actor_keys=P("env"),
+            env_state=venv.axes,
+            obs=P("env"),
+            carry=P("env"),
+        )
 
         def by_worker(tree: Any, axis: int = 0) -> Any:
             """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""

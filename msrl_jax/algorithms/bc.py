@@ -27,15 +27,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import is_continuous, zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import (
-    OfflineState,
-    check_given,
-    draw,
-    learn_from,
-    playing_env,
-    read_data,
-    state_axes,
-)
+from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.policy_heads import check_policy_space

@@ -34,15 +34,7 @@ from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import (
-    OfflineState,
-    check_given,
-    draw,
-    learn_from,
-    playing_env,
-    read_data,
-    state_axes,
-)
+from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.continuous_policies import TanhNormal, tanh_policy

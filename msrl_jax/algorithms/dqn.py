@@ -16,16 +16,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    config,
-    field,
-    tunable,
-    variant,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable, variant
 from msrl_jax.configs.exploration import Annealed, Exploration, PerEnv
 from msrl_jax.configs.replay_options import Hindsight, Prioritized, Replay
 from msrl_jax.envs import Environment
@@ -194,10 +185,17 @@ class DQN:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = OffPolicyState(
-                *learner, key=key, acting_params=acting, actor_keys=actor_keys, replay=replay, replay_key=replay_key,
-                pending=pending, data=state.data, env_state=env_state, obs=obs,
-            )  # fmt: skip
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                acting_params=acting,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                env_state=env_state,
+                obs=obs,
+            )
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

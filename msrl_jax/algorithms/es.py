@@ -99,14 +99,25 @@ class ES:
             env_state, obs = venv.reset(start_key)
             params = init_params(params_key, obs)
             return ESState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_key, env_state, obs,
+                params,
+                optimizer.init(params),
+                jax.random.split(actor_key, self.num_envs),
+                env_key,
+                env_state,
+                obs,
                 midway=jnp.zeros(self.num_envs, bool),
-            )  # fmt: skip
+            )
 
         axes = logical_axes(
-            ESState, params=P(), opt_state=P(), actor_keys=P("env"), env_key=P(), env_state=venv.axes, obs=P("env"),
+            ESState,
+            params=P(),
+            opt_state=P(),
+            actor_keys=P("env"),
+            env_key=P(),
+            env_state=venv.axes,
+            obs=P("env"),
             midway=P("env"),
-        )  # fmt: skip
+        )
 
         @fragment(role="env")
         def start(key, env_state, obs, midway):
@@ -118,7 +129,7 @@ class ES:
             def begin(axes, old, new):
                 return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
 
-            is_spec = lambda x: isinstance(x, P)  # noqa: E731
+            is_spec = lambda x: isinstance(x, P)
             return key, *jax.tree.map(begin, (venv.axes, P("env")), (env_state, obs), new, is_leaf=is_spec)
 
         @fragment(role="actor")

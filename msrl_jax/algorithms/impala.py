@@ -17,16 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, learning_rate_metric, logical_axes, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
-from msrl_jax.configs.config import (
-    ALL_ACTIONS,
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import ALL_ACTIONS, Activation, NetworkKind, OptimizerKind, Tunable, config, field, tunable
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.privileged import actor_obs, are_privileged
@@ -124,14 +115,17 @@ class IMPALA:
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return IMPALAState(
-                params, optimizer.init(params), jax.random.split(actor_key, self.num_envs), env_state, obs,
+                params,
+                optimizer.init(params),
+                jax.random.split(actor_key, self.num_envs),
+                env_state,
+                obs,
                 carry=network.initial_carry((self.num_envs,)),
-            )  # fmt: skip
+            )
 
         axes = logical_axes(
-            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            carry=P("env"),
-        )  # fmt: skip
+            IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"), carry=P("env")
+        )
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
@@ -181,9 +175,13 @@ class IMPALA:
             first = Progress(counter(), None, jnp.uint32(0))
             example = jax.eval_shape(lambda key: play(begin(key), first)[1], jax.random.key(0))
             batch_axes = logical_axes(
-                UnrollBatch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P(),
+                UnrollBatch,
+                trajectory=P(None, "env"),
+                last_obs=P("env"),
+                bootstrap_value=P(None, "env"),
+                version=P(),
                 carry=P("env"),
-            )  # fmt: skip
+            )
             queue = fifo(example, capacity=self.replay_batches, axes=batch_axes)
             axes = axes._replace(replay=queue.axes, replay_key=P())
 
@@ -215,10 +213,19 @@ class IMPALA:
                 last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, value_input))
                 next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
-                    log_ratio, t.reward, now, next_value, t.terminated, t.truncated, t.valid,
-                    discount=self.discount, lambda_=self.vtrace_lambda,
-                    clip_rho=self.clip_rho, clip_c=self.clip_c, clip_pg_rho=self.clip_pg_rho,
-                )  # fmt: skip
+                    log_ratio,
+                    t.reward,
+                    now,
+                    next_value,
+                    t.terminated,
+                    t.truncated,
+                    t.valid,
+                    discount=self.discount,
+                    lambda_=self.vtrace_lambda,
+                    clip_rho=self.clip_rho,
+                    clip_c=self.clip_c,
+                    clip_pg_rho=self.clip_pg_rho,
+                )
                 if t.bonus is not None:  # weighted only for the step's own action; it is an advantage of the acting policy
                     advantage += jnp.minimum(jnp.exp(log_ratio), self.clip_pg_rho) * t.bonus
                 if self.normalize_advantage == "batch":

@@ -295,9 +295,12 @@ class IPPO:
 
 
 MAPPO = variant(
-    IPPO, "MAPPO", "mappo", "PPO for several agents with a critic that sees the global state and which agent it values.",
+    IPPO,
+    "MAPPO",
+    "mappo",
+    "PPO for several agents with a critic that sees the global state and which agent it values.",
     central_critic=True,
-)  # fmt: skip
+)
 
 
 def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:

@@ -26,16 +26,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    TunableOrNone,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.actions import action_type, uniform_actions
@@ -106,9 +97,15 @@ class MADDPG:
         each = action_type(view.action_space)
         action = jax.ShapeDtypeStruct((num_agents, *each.shape), each.dtype)
         buffer = window_buffer(
-            view.observation_type, action, self, self.batch_size, self.replay.shards, agents=(num_agents,),
-            length=self.replay.n_step, discount=self.discount,
-        )  # fmt: skip
+            view.observation_type,
+            action,
+            self,
+            self.batch_size,
+            self.replay.shards,
+            agents=(num_agents,),
+            length=self.replay.n_step,
+            discount=self.discount,
+        )
         optimizer = one = make_optimizer(self, epsilon=1e-8)
         if not shared:  # each agent has its own networks
 
@@ -246,7 +243,9 @@ class MADDPG:
             replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
             learner = rest.learner._replace(params=params)
             learner, key, pending, metrics = learn(learner, progress, rest.key, sample, ready)
-            after = OffPolicyState((), *learner[1:], key, (), rest.actor_keys, replay, replay_key, pending)
+            after = rest._replace(
+                **learner._replace(params=())._asdict(), key=key, replay=replay, replay_key=replay_key, pending=pending
+            )
             return learner.params, after, {**metrics, **report}
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:

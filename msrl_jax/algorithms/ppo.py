@@ -116,15 +116,27 @@ class PPO:
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
             return PPOState(
-                params=params, opt_state=optimizer.init(params), key=learner_key,
-                actor_keys=jax.random.split(actor_key, self.num_envs), env_state=env_state, obs=obs,
-                carry=network.initial_carry((self.num_envs,)), value_scale=value_scale() if self.normalize_values else (),
-            )  # fmt: skip
+                params=params,
+                opt_state=optimizer.init(params),
+                key=learner_key,
+                actor_keys=jax.random.split(actor_key, self.num_envs),
+                env_state=env_state,
+                obs=obs,
+                carry=network.initial_carry((self.num_envs,)),
+                value_scale=value_scale() if self.normalize_values else (),
+            )
 
         axes = logical_axes(
-            PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
-            carry=P("env"), value_scale=P(),
-        )  # fmt: skip
+            PPOState,
+            params=P(),
+            opt_state=P(),
+            key=P(),
+            actor_keys=P("env"),
+            env_state=venv.axes,
+            obs=P("env"),
+            carry=P("env"),
+            value_scale=P(),
+        )
 
         @fragment(role="actor")
         def act(params, obs, is_first, carry, keys):
@@ -209,9 +221,15 @@ class PPO:
                 state.params, state.opt_state, progress, state.key, state.value_scale, collected
             )
             after = PPOState(
-                params=params, opt_state=opt_state, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs,
-                carry=reset_carry(is_first, carry), value_scale=scale,
-            )  # fmt: skip
+                params=params,
+                opt_state=opt_state,
+                key=key,
+                actor_keys=actor_keys,
+                env_state=env_state,
+                obs=obs,
+                carry=reset_carry(is_first, carry),
+                value_scale=scale,
+            )
             return after, {**metrics, **episodes}
 
         return Agent(
@@ -227,9 +245,14 @@ class PPO:
 
 
 def ppo_loss(
-    config: Any, policy: Distribution, value: jax.Array, taken: Any,
-    advantage: jax.Array, old_value: jax.Array, target: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    config: Any,
+    policy: Distribution,
+    value: jax.Array,
+    taken: Any,
+    advantage: jax.Array,
+    old_value: jax.Array,
+    target: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
     log_ratio = policy.log_prob(taken.action) - taken.log_prob
     value_losses = value_loss(value, target)
@@ -248,6 +271,13 @@ def ppo_loss(
 
 
 RecurrentPPO = variant(
-    PPO, "RecurrentPPO", "recurrent_ppo", "PPO with a recurrent core; for any observations, and actions as PPO has them.",
-    unroll_length=64, num_minibatches=4, learning_rate=0.001, hidden_sizes=(64,), core="gru",
-)  # fmt: skip
+    PPO,
+    "RecurrentPPO",
+    "recurrent_ppo",
+    "PPO with a recurrent core; for any observations, and actions as PPO has them.",
+    unroll_length=64,
+    num_minibatches=4,
+    learning_rate=0.001,
+    hidden_sizes=(64,),
+    core="gru",
+)

@@ -25,16 +25,7 @@ from msrl_jax.agents.agent import (
 )
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.agents.vector_env import make_vector_env
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    TunableOrNone,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -116,7 +107,7 @@ class PQN:
         action_space = check_discrete(type(self).__name__, env.action_space)
         to_env_action = action_transform(action_space)
         venv = make_vector_env(env, self)
-        heads = lambda torso: value_heads(torso, action_space, self, dueling=False)  # noqa: E731
+        heads = lambda torso: value_heads(torso, action_space, self, dueling=False)
         network = recurrent_network(venv.observation_space, heads, self)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
 
@@ -153,7 +144,7 @@ class PQN:
         # The actors compute the values of the last observations, so that the learner does not receive these observations.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
-            largest = lambda params, final: values(params, *final)[0].max(-1)  # noqa: E731
+            largest = lambda params, final: values(params, *final)[0].max(-1)
             return truncated_values(largest, params, (final_obs, carries), truncated, and_last=True)
 
         @fragment(role="learner")
@@ -162,9 +153,15 @@ class PQN:
             value = only_legal(network.unroll(params, t.obs, t.is_first, carry)[0], t.obs).max(-1)
             next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
             return value + gae(
-                t.reward, value, next_value, t.terminated, t.truncated, t.valid,
-                discount=self.discount, gae_lambda=self.q_lambda,
-            )  # fmt: skip
+                t.reward,
+                value,
+                next_value,
+                t.terminated,
+                t.truncated,
+                t.valid,
+                discount=self.discount,
+                gae_lambda=self.q_lambda,
+            )
 
         @fragment(role="learner")
         def gradients(params, batch, carry, chosen):

@@ -223,9 +223,13 @@ class QMIX:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
             after = rest._replace(
-                **learner._replace(params=())._asdict(), key=key, acting_params=acting, replay=replay, replay_key=replay_key,
+                **learner._replace(params=())._asdict(),
+                key=key,
+                acting_params=acting,
+                replay=replay,
+                replay_key=replay_key,
                 pending=pending,
-            )  # fmt: skip
+            )
             return learner.params, after, {**metrics, **report}
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:

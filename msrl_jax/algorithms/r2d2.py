@@ -17,16 +17,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    TunableOrNone,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.configs.exploration import Annealed, Exploration
 from msrl_jax.configs.replay_options import Prioritized, Replay
 from msrl_jax.envs import Environment
@@ -110,7 +101,7 @@ class R2D2:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         action_space = check_discrete(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)  # noqa: E731
+        heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)
         network = recurrent_network(venv.observation_space, heads, self)
         steps = observation_type(env), action_type(action_space), self, jax.eval_shape(lambda: network.initial_carry(()))
         buffer = sequence_buffer(*steps, may_be_absent=is_on_host(env))
@@ -210,10 +201,18 @@ class R2D2:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = OffPolicyState(
-                *learner, key=key, acting_params=acting, actor_keys=actor_keys, replay=replay, replay_key=replay_key,
-                pending=pending, data=state.data, carry=reset_carry(is_first, carry), env_state=env_state, obs=obs,
-            )  # fmt: skip
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                acting_params=acting,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                carry=reset_carry(is_first, carry),
+                env_state=env_state,
+                obs=obs,
+            )
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

@@ -20,16 +20,7 @@ from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
 from msrl_jax.configs.checking import check_unused
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    TunableOrNone,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
@@ -114,9 +105,10 @@ class SAC:
         heads, windows, predicted = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
         policy = windows.network("actor", obs_space, lambda seen: heads.policy(seen, action_space, self))
         critics = windows.network(
-            "critic", obs_space,
+            "critic",
+            obs_space,
             lambda seen: heads.critics(seen, action_space, self.num_critics, self, predicted.num_outputs, self.target.torso),
-        )  # fmt: skip
+        )
         buffer = windows.buffer(env)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
         to_env_action = action_transform(action_space)
@@ -235,10 +227,17 @@ class SAC:
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
-            after = OffPolicyState(
-                *learner, key=key, acting_params=(), actor_keys=actor_keys, replay=replay, replay_key=replay_key,
-                pending=pending, data=state.data, carry=reset_carry(is_first, carry), env_state=env_state, obs=obs,
-            )  # fmt: skip
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                carry=reset_carry(is_first, carry),
+                env_state=env_state,
+                obs=obs,
+            )
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

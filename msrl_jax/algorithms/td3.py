@@ -114,9 +114,8 @@ class TD3:
         windows, predicted = windows_of(self), self.returns.of_critics(self.discount)
         actor = windows.network("actor", obs_space, lambda seen: make_actor(seen, size, self))
         critics = windows.network(
-            "critic", obs_space,
-            lambda seen: make_critics(seen, action_space, self.num_critics, self, predicted.num_outputs),
-        )  # fmt: skip
+            "critic", obs_space, lambda seen: make_critics(seen, action_space, self.num_critics, self, predicted.num_outputs)
+        )
         buffer = windows.buffer(env)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(action_space)
@@ -236,10 +235,17 @@ class TD3:
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
-            after = OffPolicyState(
-                *learner, key=key, acting_params=(), actor_keys=actor_keys, replay=replay, replay_key=replay_key,
-                pending=pending, data=state.data, carry=reset_carry(is_first, carry), env_state=env_state, obs=obs,
-            )  # fmt: skip
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                carry=reset_carry(is_first, carry),
+                env_state=env_state,
+                obs=obs,
+            )
             return after, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:

@@ -81,7 +81,7 @@ class Command:
         of_parts = [
             {name: x for name, x in given.items() if (part.takes(name) if name in known else part.has_fields)}
             for part in self.parts
-        ]  # fmt: skip
+        ]
         several = next((given.get(name, ()) for name, p in own.items() if p.kind is p.VAR_POSITIONAL), ())
         named = {name: x for name, x in given.items() if name in own and own[name].kind is inspect.Parameter.KEYWORD_ONLY}
         return self.function(*of_parts, *several, **named)

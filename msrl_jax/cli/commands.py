@@ -462,8 +462,20 @@ def check_env(asked: dict[str, Any]) -> Output:
 COMMANDS: _rooms.Registry[Command] = _rooms.Registry(
     "commands",
     {
-        "train": train, "sweep": sweep, "evaluate": evaluate, "record": record, "explain": explain, "bench": bench,
-        "profile": profile, "video": video, "export": export, "report": report, "plot": plot, "reproduce": reproduce,
-        "copy": copy, "list": list_, "check-env": check_env,
+        "train": train,
+        "sweep": sweep,
+        "evaluate": evaluate,
+        "record": record,
+        "explain": explain,
+        "bench": bench,
+        "profile": profile,
+        "video": video,
+        "export": export,
+        "report": report,
+        "plot": plot,
+        "reproduce": reproduce,
+        "copy": copy,
+        "list": list_,
+        "check-env": check_env,
     },
-)  # fmt: skip
+)

@@ -78,9 +78,13 @@ def launch(argv: Sequence[str], count: int) -> int:
         for i in range(count):
             settings = os.environ | {ADDRESS: address, COUNT: str(count), INDEX: str(i), "PYTHONPATH": paths()}
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "msrl_jax", *argv], env=settings, stdin=subprocess.PIPE, start_new_session=True,
-                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", "msrl_jax", *argv],
+                env=settings,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+                stderr=None if i == 0 else subprocess.PIPE,
+            )
             children.append(child)
             # The first process writes to the terminal; stderr of the others is shown if the run fails.
             work = (child.stdout, _print) if i == 0 else (child.stderr, tails[i].append)
@@ -106,10 +110,7 @@ def launch(argv: Sequence[str], count: int) -> int:
     ended = f"was ended by {signal.Signals(-code).name}"
     if code == -signal.SIGABRT:  # JAX aborts the process when the heartbeat of another process stops
         ended = "lost contact with another process"
-    print(
-        f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; use --resume to continue",
-        file=sys.stderr,
-    )
+    print(f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; use --resume to continue", file=sys.stderr)
     return LOST
 
 

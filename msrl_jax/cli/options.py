@@ -276,11 +276,17 @@ def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swep
         head, _, rest = name.rpartition(".")
         having = [kind.option for kind in choices(first[head]) if rest in all_fields(kind)] if head else []
         doc = f"of {' and '.join(having)}: {field.metadata['doc']}" if having else field.metadata["doc"]
-        found.append(Option(
-            name, Union[tuple(types)], next(iter(defaults.values())), doc,  # noqa: UP007
-            is_tunable=name in tunable, is_swept=is_swept and types.keys() != {bool},
-            defaults=", ".join(f"{x} of {algo}" for algo, x in defaults.items()) if differ else "",
-        ))  # fmt: skip
+        found.append(
+            Option(
+                name,
+                Union[tuple(types)],  # noqa: UP007
+                next(iter(defaults.values())),
+                doc,
+                is_tunable=name in tunable,
+                is_swept=is_swept and types.keys() != {bool},
+                defaults=", ".join(f"{x} of {algo}" for algo, x in defaults.items()) if differ else "",
+            )
+        )
     return found
 
 

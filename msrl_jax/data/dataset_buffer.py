@@ -65,9 +65,16 @@ def buffer(
         items |= {name: MaskedObservation(items[name], items.pop(mask)) for name, mask in MASKS.items()}
     example: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), Transition(**items))
     made = replay.uniform(
-        example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
-        discount=discount, shards=shards, storage=storage,
-    )  # fmt: skip
+        example,
+        capacity=steps * shards,
+        num_envs=shards,
+        unroll_length=steps,
+        batch_size=batch_size,
+        length=length,
+        discount=discount,
+        shards=shards,
+        storage=storage,
+    )
     # Evaluate eagerly, even if an agent is built inside a trace.
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))

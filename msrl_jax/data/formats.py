@@ -113,8 +113,8 @@ def keep_parts(folder: Path, count: int) -> None:
     paths = sorted(folder.glob("part-*.npz"))
     if len(paths) < count:
         raise ValueError(
-                f"{folder} has {len(paths)} of the {count} parts that the run has recorded so far; restore the folder, or "
-                "record further steps to another file"
+            f"{folder} has {len(paths)} of the {count} parts that the run has recorded so far; restore the folder, or "
+            "record further steps to another file"
         )
     for path in paths[count:]:
         path.unlink()
@@ -164,8 +164,7 @@ def _read_npz(path: Path) -> Dataset:
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
     if missing := [name for name in FIELDS if name not in top_fields(names)]:
         raise ValueError(
-            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file "
-            f"{', '.join(sorted(names))}"
+            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
         )
     try:
         return from_columns(arrays, about)

@@ -96,7 +96,7 @@ class ActorPool:
 
     def __init__(
         self, address: str, program: SplitProgram, policy: SingleLearnerCoarse, folder: Path | None, say: Callable[[str], Any]
-    ):  # fmt: skip
+    ):
         self.program, self._bound, self._say = program, policy.staleness, say
         self.packing = Packing.of(policy.parameter_codec, program.halves.published_kinds)
         self._about = program.experiment.to_json()

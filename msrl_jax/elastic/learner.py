@@ -39,9 +39,14 @@ class RemoteActors:
 
     @contextlib.contextmanager
     def program(
-        self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
-        requests: StopRequests, say: Callable[[str], Any],
-    ) -> Iterator[Any]:  # fmt: skip
+        self,
+        experiment: Experiment,
+        policy: DistributionPolicy,
+        devices: Sequence[Device] | None,
+        folder: Path | None,
+        requests: StopRequests,
+        say: Callable[[str], Any],
+    ) -> Iterator[Any]:
         """Listens for actors; raises ValueError, before compilation, if the run or the address does not support them."""
         policy, device = check_policy(policy), None if devices is None else check_devices(devices)[0]
         with contextlib.closing(ActorPool(self._address, split_program(experiment, device), policy, folder, say)) as pool:

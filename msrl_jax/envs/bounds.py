@@ -46,9 +46,7 @@ def check_fits_dtype(value: Any, dtype: DTypeLike, what: str) -> None:
         raise ValueError(f"{what} does not fit {dtype}, which holds {least} to {most}; use a dtype that holds it")
 
 
-def uniform_integers(
-    key: jax.Array, shape: tuple[int, ...], low: np.ndarray, high: np.ndarray, dtype: DTypeLike
-) -> jax.Array:
+def uniform_integers(key: jax.Array, shape: tuple[int, ...], low: np.ndarray, high: np.ndarray, dtype: DTypeLike) -> jax.Array:
     """Draws integers or bools between two inclusive bounds."""
     word = np.uint64 if jax.dtypes.canonicalize_dtype(dtype).itemsize == 8 else np.uint32
     first = jnp.asarray(low.astype(word))

@@ -20,9 +20,11 @@ from msrl_jax.fragments.support.random_keys import is_key
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
 _NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
-)  # fmt: skip
+)
 _NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # neither complex numbers nor keys
 
 
@@ -85,9 +87,7 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
         return
     if not hasattr(env, "report"):
         first = next(iter(metrics))
-        raise TypeError(
-            f"{name} declares metrics, but has no method report(state); add one that returns {{{first!r}: ...}}"
-        )
+        raise TypeError(f"{name} declares metrics, but has no method report(state); add one that returns {{{first!r}: ...}}")
     found: dict[str, Any] = {}
 
     def report(state: PyTree) -> None:

@@ -79,7 +79,7 @@ def goals_of(env: Environment) -> Goals:
     achieved, desired = (spaces.struct(space.spaces[key]) for key in KEYS[1:])
     compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
     where = f"{name}.goal_reward"
-    checked = lambda *goals: drop_weak_types(returned(reward_of(*goals), where, "reward, terminated"))  # noqa: E731
+    checked = lambda *goals: drop_weak_types(returned(reward_of(*goals), where, "reward, terminated"))
     found = jax.eval_shape(checked, achieved, desired)
     if any(getattr(x, "shape", None) != () for x in found) or found[1].dtype != bool:
         raise TypeError(

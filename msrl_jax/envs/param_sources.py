@@ -56,7 +56,7 @@ def advance_source(source: Any, num_envs: int) -> Any:
 
 def means(env_state: PyTree) -> dict[str, Mean]:
     """The mean over the copies of each scalar parameter, as `env_params/NAME`."""
-    is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, RandomizedState)
     found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
     return {
         f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))

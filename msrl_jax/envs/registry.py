@@ -120,9 +120,13 @@ def _called(name: str, factory: Callable[..., Environment], params: dict[str, An
 
 def _is_made(value: Any) -> bool:
     """Whether a value is an environment, which has two functions or, if simulated on the host, makes its own copies."""
-    return naming.makes(value, lambda kind: all(callable(getattr(kind, f, None)) for f in ("reset", "step")) or (
-        callable(getattr(kind, "vectorize", None)) and hasattr(kind, "on_host")
-    ))
+    return naming.makes(
+        value,
+        lambda kind: (
+            all(callable(getattr(kind, f, None)) for f in ("reset", "step"))
+            or (callable(getattr(kind, "vectorize", None)) and hasattr(kind, "on_host"))
+        ),
+    )
 
 
 def names() -> list[str]:

@@ -274,9 +274,12 @@ class Workers:
         # In its own session, so that Ctrl-C reaches only the parent.
         process.process = subprocess.Popen(
             [sys.executable, "-P", "-m", simulate.__name__, *map(str, files)],
-            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True,
+            pass_fds=files,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
             env=os.environ | {"PYTHONPATH": paths()},
-        )  # fmt: skip
+        )
         child.close()
         os.close(read)
         process.commands, process.patience, process.last_heard = commands, self._timeout + _START, time.monotonic()

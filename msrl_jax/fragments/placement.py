@@ -208,8 +208,7 @@ def host_placement() -> Placement:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise RuntimeError(
-            f"host fragments need a CPU device for their arrays ({error}); "
-            "add it to JAX_PLATFORMS, as in 'cuda,cpu'"
+            f"host fragments need a CPU device for their arrays ({error}); add it to JAX_PLATFORMS, as in 'cuda,cpu'"
         ) from None
     return Placement.over(HOST, [device], split=())
 

@@ -66,9 +66,11 @@ class Program(Generic[State]):
         self.host_loop = HostLoop(schedule, graph.axes, self.executables, self.ahead, check_fits)
         leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
         rewritten = fused is not traced.jaxpr
-        self._fused = FusedLoop(
-            jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self.executables, check_fits
-        ) if fused else None  # fmt: skip
+        self._fused = (
+            FusedLoop(jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self.executables, check_fits)
+            if fused
+            else None
+        )
 
     def check_setting(self) -> None:
         """Raises RuntimeError if the program cannot run with JAX's current settings, or on these devices."""
@@ -272,9 +274,16 @@ class Program(Generic[State]):
             self.warm_up()
             compiled = self.executables.compiled
         return explain(
-            self._placed_policy, self.traced.jaxpr.jaxpr, self.instructions, compiled, self.executables.shardings,
-            self.is_fused, unused_codecs(self.graph, self.layout), in_loop=in_loop, registers=self.state.registers,
-        )  # fmt: skip
+            self._placed_policy,
+            self.traced.jaxpr.jaxpr,
+            self.instructions,
+            compiled,
+            self.executables.shardings,
+            self.is_fused,
+            unused_codecs(self.graph, self.layout),
+            in_loop=in_loop,
+            registers=self.state.registers,
+        )
 
     def run_chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
         """Runs iterations; returns their metrics, stacked."""

@@ -218,8 +218,16 @@ class AlphaZero:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = OffPolicyState(
-                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                acting_params=acting,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                env_state=env_state,
+                obs=obs,
             )
             return after, {**metrics, **report, **episodes}
 

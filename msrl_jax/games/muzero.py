@@ -27,16 +27,7 @@ from msrl_jax import envs
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import make_optimizer
-from msrl_jax.configs.config import (
-    Activation,
-    NetworkKind,
-    OptimizerKind,
-    Tunable,
-    TunableOrNone,
-    config,
-    field,
-    tunable,
-)
+from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tunable, TunableOrNone, config, field, tunable
 from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
@@ -257,8 +248,16 @@ class MuZero:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = OffPolicyState(
-                *learner, key, acting, actor_keys, replay, replay_key, pending, state.data, (), env_state, obs
+            after = state._replace(
+                **learner._asdict(),
+                key=key,
+                acting_params=acting,
+                actor_keys=actor_keys,
+                replay=replay,
+                replay_key=replay_key,
+                pending=pending,
+                env_state=env_state,
+                obs=obs,
             )
             return after, {**metrics, **report, **episodes}
 
@@ -286,9 +285,15 @@ class MuZero:
 def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
-        obs, action, config, config.batch_size, config.replay.shards, may_be_absent=may_be_absent,
-        length=config.model_steps + config.replay.n_step, length_is="model_steps + n_step are",
-    )  # fmt: skip
+        obs,
+        action,
+        config,
+        config.batch_size,
+        config.replay.shards,
+        may_be_absent=may_be_absent,
+        length=config.model_steps + config.replay.n_step,
+        length_is="model_steps + n_step are",
+    )
 
 
 def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> ModelSearch:
@@ -360,7 +365,7 @@ def unrolled_target(
     flags = window.terminated, window.truncated
     value = n_step_return(window.reward, next_value, *flags, discount=discount, num_steps=num_steps)
     ended = flags[0] | flags[1]
-    before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x[:-1], 0) > 0])  # noqa: E731
+    before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x[:-1], 0) > 0])
     lives = ~before(ended)
     counts = lives | before(lives & window.terminated)
     value, reward = (jnp.where(lives, x, 0.0)[: model_steps + 1] for x in (value, window.reward))

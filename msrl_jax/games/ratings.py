@@ -109,12 +109,7 @@ def round_robin(
 
 @entry
 def bradley_terry(
-    players: Sequence[str],
-    points: np.ndarray,
-    *,
-    anchor: str | None = None,
-    rating: float = 0.0,
-    virtual_draws: float = 1.0,
+    players: Sequence[str], points: np.ndarray, *, anchor: str | None = None, rating: float = 0.0, virtual_draws: float = 1.0
 ) -> Ratings:
     """Elo ratings by maximum likelihood (Bradley and Terry, 1952, doi:10.2307/2334029), where a draw is half a win.
 

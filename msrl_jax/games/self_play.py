@@ -192,7 +192,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     @fragment(role="actor")
     def fill_pool(params, pool):
         due = pool.wait == 0
-        put = lambda past, new: past.at[pool.slot].set(jnp.where(due, new, past[pool.slot]))  # noqa: E731
+        put = lambda past, new: past.at[pool.slot].set(jnp.where(due, new, past[pool.slot]))
         filled = jnp.minimum(pool.filled + due.astype(pool.filled.dtype), config.pool_size)
         standings = pool.standings
         if weighs:
@@ -232,7 +232,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         (params, opponents), (keys, their_keys) = acting, keys
         mine, extras, carry = learner.act(params, now._replace(obs=own(now.obs)), carry, keys)
         seen = now._replace(obs=at(~is_first_seat, now.obs))
-        choose = lambda params, now, keys: learner.act(params, now, carry, keys[:, None])[0]  # noqa: E731
+        choose = lambda params, now, keys: learner.act(params, now, carry, keys[:, None])[0]
         theirs = jax.vmap(choose, in_axes=(0, 1, 1), out_axes=1)(opponents, *grouped((seen, their_keys)))
         both = jnp.concatenate([mine, theirs.reshape(mine.shape)], axis=1)
         return jnp.concatenate([own(both), at(~is_first_seat, both)], axis=1), extras, carry

@@ -82,7 +82,7 @@ def initial_state(
     config: Any, buffer: ReplayBuffer, learner: Learner, actor_key: jax.Array, learner_key: jax.Array, replay_key: jax.Array
 ) -> OffPolicyState:
     """Makes the initial state, without environments and carries; with an `actor_period`, acting parameters are copies."""
-    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # noqa: E731  # a state whose leaves share an array cannot be donated
+    copy = lambda tree: jax.tree.map(jnp.copy, tree)  # a state whose leaves share an array cannot be donated
     nowhere = Indices(*jnp.zeros((2, config.num_updates, buffer.batch_size), jnp.int32))
     return OffPolicyState(
         **learner._replace(target_params=copy(learner.target_params))._asdict(),
@@ -167,7 +167,7 @@ def apply_if(
 
 
 def is_due(ready: jax.Array, count: Counter, period: int) -> jax.Array:
-    """Whether the buffer is ready and `count` updates complete a period. `[]` bool"""
+    """Whether the buffer is ready and `count` is a multiple of `period`. `[]` bool"""
     return ready if period == 1 else ready & (remainder(count, period) == 0)
 
 

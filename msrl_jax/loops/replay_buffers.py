@@ -93,9 +93,13 @@ def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_for(env, config.data)
     mixed_in = data.buffer(
-        dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.replay.storage, obs),
-        length=config.replay.n_step, discount=config.discount,
-    )  # fmt: skip
+        dataset,
+        batch_size=data_rows,
+        shards=shards,
+        storage=storage_of(config.replay.storage, obs),
+        length=config.replay.n_step,
+        discount=config.discount,
+    )
     return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
 
 

@@ -22,10 +22,17 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
     """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
     length = config.burn_in + config.trace_length + config.replay.n_step - 1
     buffer = window_buffer(
-        obs, action, config, config.batch_size, config.replay.shards, carry,
-        may_be_absent=may_be_absent, length=length, stride=max(config.trace_length // 2, 1),
+        obs,
+        action,
+        config,
+        config.batch_size,
+        config.replay.shards,
+        carry,
+        may_be_absent=may_be_absent,
+        length=length,
+        stride=max(config.trace_length // 2, 1),
         length_is="burn_in + trace_length + n_step - 1 are",
-    )  # fmt: skip
+    )
     if length > 1:
         return buffer
 
@@ -51,7 +58,7 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
 
 def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
     """Returns outputs `[T, B, ...]` for the true successors of steps, which differ from the next steps at truncations."""
-    value = lambda params, final: network.step(params, *final)[0]  # noqa: E731
+    value = lambda params, final: network.step(params, *final)[0]
     last = truncated_values(value, params, (window.next_obs, carries), window.truncated, and_last=True)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
     return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])

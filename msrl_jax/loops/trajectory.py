@@ -17,7 +17,7 @@ from msrl_jax.returns.value_scale import ValueScale
 AddBonus = Callable[["Trajectory", Any], "Trajectory"]
 """`(trajectory, last_obs [E, ...]) -> trajectory`, with a `bonus`; `last_obs` are the observations after it."""
 
-NO_BONUS: AddBonus = lambda trajectory, last_obs: trajectory  # noqa: E731
+NO_BONUS: AddBonus = lambda trajectory, last_obs: trajectory
 
 
 class Trajectory(NamedTuple):
@@ -46,11 +46,7 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
 
 
 def advantages_and_targets(
-    config: Any,
-    t: Trajectory,
-    value: jax.Array,
-    bootstrap_value: jax.Array,
-    scale: ValueScale | tuple[()] = (),
+    config: Any, t: Trajectory, value: jax.Array, bootstrap_value: jax.Array, scale: ValueScale | tuple[()] = ()
 ) -> tuple[jax.Array, jax.Array, jax.Array, ValueScale | tuple[()]]:
     """Estimates advantages and the targets of the critic.
 
@@ -68,9 +64,8 @@ def advantages_and_targets(
         value, bootstrap_value = value * scale.divisor, bootstrap_value * scale.divisor
     next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
     advantage = gae(
-        t.reward, value, next_value, t.terminated, t.truncated, t.valid,
-        discount=config.discount, gae_lambda=config.gae_lambda,
-    )  # fmt: skip
+        t.reward, value, next_value, t.terminated, t.truncated, t.valid, discount=config.discount, gae_lambda=config.gae_lambda
+    )
     target = value + advantage
     if t.bonus is not None:
         advantage += t.bonus

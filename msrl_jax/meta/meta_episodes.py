@@ -136,9 +136,16 @@ class RL2(EnvironmentWrapper):
         reward = jnp.asarray(reward, jnp.float32)
         quarter = jnp.minimum(4 * state.steps // self.horizon, 3)
         after = RL2State(
-            env_state, current, obs, reward, jnp.asarray(terminated), steps, episode_steps,
-            state.returns.at[quarter].add(reward), found,
-        )  # fmt: skip
+            env_state,
+            current,
+            obs,
+            reward,
+            jnp.asarray(terminated),
+            steps,
+            episode_steps,
+            state.returns.at[quarter].add(reward),
+            found,
+        )
         seen = self._observation(after, spaces.flatten(self.env.action_space, action))
         return after, seen, reward, steps >= self.horizon, jnp.asarray(False)
 

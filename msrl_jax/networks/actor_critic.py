@@ -48,7 +48,7 @@ def actor_critic(config: Any, observation_space: Space, action_space: Space) -> 
     if config.core is None:
         return _feed_forward(config, observation_space, action_space)
     shared = config.shared_torso or not are_privileged(observation_space)
-    heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)  # noqa: E731
+    heads = lambda torso: policy_and_value(torso, action_space, shared_torso=shared)
     network = core_of(config).network(observation_space, heads, config)
 
     def act(params: Any, obs: Any, carry: Carry) -> tuple[Distribution, Any, Carry]:

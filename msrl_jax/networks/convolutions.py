@@ -22,7 +22,7 @@ _FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
 def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
     """Makes a convolution with `size` square filters, without padding; its kernel starts orthogonal, scaled for ReLUs."""
     kernel_init = nn.initializers.orthogonal(math.sqrt(2))
-    general = lambda x, w, *_, **__: convolve(x, w, stride)  # noqa: E731
+    general = lambda x, w, *_, **__: convolve(x, w, stride)
     return nn.Conv(
         size, (window, window), strides=stride, padding="VALID", kernel_init=kernel_init, conv_general_dilated=general
     )
@@ -37,7 +37,7 @@ def _cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
 
 def _impala_cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
     """The 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve the image size three times."""
-    same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))  # noqa: E731
+    same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))
     for size in (16, 32, 32):
         x = nn.max_pool(same(x, size), (3, 3), (2, 2), "SAME")
         for _ in range(2):

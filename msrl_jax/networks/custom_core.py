@@ -91,9 +91,9 @@ def _checked(own: Any, input_size: int, name: str) -> Core:
             raise ValueError(f"{where} for a batch of 3 is {leaf.dtype} {list(leaf.shape)}; use floats [3, ...]")
         if leaf.any():
             raise ValueError(f"{where} is not 0; an episode starts with zeros: keep what to start from in the parameters")
-    types = lambda leaves: [(x.shape, x.dtype) for x in leaves]  # noqa: E731
+    types = lambda leaves: [(x.shape, x.dtype) for x in leaves]
     if jax.tree.structure(after) != structure or types(jax.tree.leaves(after)) != types(leaves):
-        show = lambda tree: jax.tree.map(lambda x: f"{x.dtype} {list(x.shape)}", tree)  # noqa: E731
+        show = lambda tree: jax.tree.map(lambda x: f"{x.dtype} {list(x.shape)}", tree)
         raise ValueError(f"{name}: a step turns the carry {show(start)} into {show(after)}; keep structure, shapes and dtypes")
     if getattr(outputs, "shape", ())[:-1] != (3,) or not jnp.issubdtype(outputs.dtype, jnp.floating):
         raise ValueError(f"{name} returns outputs {outputs} for a batch of 3; return one array of floats [3, F]")
@@ -130,5 +130,5 @@ def _as_others(own: Any, structure: Any, num_outputs: int) -> Core:
         outputs, carries = own.unroll(params, inputs, is_first, structure.unflatten(carry))
         return outputs, tuple(jax.tree.leaves(carries))
 
-    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size), jnp.float32))  # noqa: E731
+    init = lambda key, input_size: own.init(key, jnp.zeros((1, input_size), jnp.float32))
     return Core(init, initial_carry, step, unroll if callable(getattr(own, "unroll", None)) else scan, num_outputs)

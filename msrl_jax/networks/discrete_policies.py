@@ -59,9 +59,13 @@ def categorical_policy(seen: Seen, action_space: Discrete | Box, config: Any) ->
 
 
 def all_action_critics(
-    seen: Seen, action_space: Discrete, num_critics: int, config: Any, num_outputs: int = 1,
+    seen: Seen,
+    action_space: Discrete,
+    num_critics: int,
+    config: Any,
+    num_outputs: int = 1,
     torso: Callable[[Torso, Space], Torso] = lambda torso, action_space: torso,
-) -> Network:  # fmt: skip
+) -> Network:
     """Makes critics `(params, obs, action [B]) -> [C, B]`, or without actions the values of all, `-> [C, B, N]`."""
     if num_outputs > 1:
         raise ValueError(

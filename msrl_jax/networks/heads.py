@@ -48,9 +48,13 @@ def make_actor(seen: Seen, num_outputs: int, config: NetworkFields) -> Network:
 
 
 def make_critics(
-    seen: Seen, action_space: Box, num_critics: int, config: NetworkFields, num_outputs: int = 1,
+    seen: Seen,
+    action_space: Box,
+    num_critics: int,
+    config: NetworkFields,
+    num_outputs: int = 1,
     torso: Callable[[Torso, Space], Torso] = lambda torso, action_space: torso,
-) -> Network:  # fmt: skip
+) -> Network:
     """Makes critics of continuous actions, `(params, obs, action [B, D]) -> [C, B]`, or `[C, B, N]` with several outputs.
 
     Args:

@@ -9,9 +9,7 @@ from flax import linen as nn
 from msrl_jax.kernels.networks import matmul
 
 Activate = Callable[[jax.Array], jax.Array]
-ACTIVATIONS: dict[str, Activate] = {
-    "tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu,
-}  # fmt: skip
+ACTIVATIONS: dict[str, Activate] = {"tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:

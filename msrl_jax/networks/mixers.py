@@ -19,7 +19,7 @@ def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper
     """Makes the mixer of QMIX, of values `[..., A]` and states `[..., S]`, monotonic in every value (1803.11485, 4.1)."""
     module = _Monotonic(num_agents, mixing_size, hyper_size)
     inputs = [jnp.zeros((1, size), jnp.float32) for size in (num_agents, state_size)]
-    init = lambda key: module.init(key, *inputs)  # noqa: E731
+    init = lambda key: module.init(key, *inputs)
     return Network(init, module.apply)
 
 

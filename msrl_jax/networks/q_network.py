@@ -35,7 +35,7 @@ class ActionValues(nn.Module):
         if (size := self.stream_size) is None:
             return self._head("head", features, self.num_actions)
         activation, layer_norm = ACTIVATIONS[self.torso.activation], self.torso.layer_norm
-        stream = lambda name: hidden(features, size, activation, layer_norm, name)  # noqa: E731
+        stream = lambda name: hidden(features, size, activation, layer_norm, name)
         if not self.dueling:
             return self._head("head", stream("stream"), self.num_actions)
         value = self._head("value_head", stream("value_stream"), 1)

@@ -85,7 +85,7 @@ def _gtrxl(size: int, layers: int, heads: int, context: int) -> Core:
 def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
     lecun = nn.initializers.lecun_normal(dtype=jnp.float32)
     qkv, position, out, wide, narrow, *gates = jax.random.split(key, 9)
-    gate = lambda new, old: {"new": lecun(new, (size, 3 * size)), "old": lecun(old, (size, 3 * size))}  # noqa: E731
+    gate = lambda new, old: {"new": lecun(new, (size, 3 * size)), "old": lecun(old, (size, 3 * size))}
     return {
         "qkv": lecun(qkv, (size, 3 * size)),
         "position": lecun(position, (size, size)),
@@ -102,7 +102,7 @@ def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
 
 def _layer(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: jax.Array) -> jax.Array:
     """Applies a layer to steps `x` `[..., Q, D]`, the last of `seen` `[..., K, D]`; `visible` is a mask `[..., Q, K]`."""
-    normalized = lambda x, i: _standardized(x) * params["scales"][i] + params["shifts"][i]  # noqa: E731
+    normalized = lambda x, i: _standardized(x) * params["scales"][i] + params["shifts"][i]
     x = _gate(params["gates"][0], x, nn.relu(_attention(params, heads, normalized(x, 0), normalized(seen, 0), visible)))
     y = matmul(nn.relu(matmul(normalized(x, 1), params["wide"])), params["narrow"])
     return _gate(params["gates"][1], x, nn.relu(y))
@@ -125,7 +125,7 @@ def _attention(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: 
     """Attention with relative positions (Transformer-XL; Dai et al., 2019, arXiv 1901.02860, 3.3)."""
     queries, size = x.shape[-2:]
     keys = seen.shape[-2]
-    split = lambda x: x.reshape(*x.shape[:-1], heads, size // heads)  # noqa: E731
+    split = lambda x: x.reshape(*x.shape[:-1], heads, size // heads)
     by_use = jnp.split(params["qkv"], 3, -1)
     q, k, v = split(matmul(x, by_use[0])), split(matmul(seen, by_use[1])), split(matmul(seen, by_use[2]))
     where = split(matmul(_sinusoids(keys, size), params["position"]))  # by distance, [K, N, D / N]

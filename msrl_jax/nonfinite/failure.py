@@ -129,8 +129,13 @@ def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
 
 @entry
 def replay_step(
-    path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None,
-    trust: bool = False, **objects: Any,
+    path: str | os.PathLike,
+    *,
+    env: Environment | None = None,
+    env_params: GivenParams | None = None,
+    data: Any = None,
+    trust: bool = False,
+    **objects: Any,
 ) -> Failure | None:
     """Repeats the first step of a run with a non-finite value, outside `jax.jit`, operation by operation.
 

@@ -132,9 +132,13 @@ class _Search:
         return env
 
     def cause(
-        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None,
+        self,
+        eqns: Sequence[JaxprEqn],
+        env: Mapping[Var, Any],
+        results: Sequence[Atom],
+        step: tuple[int, int] | None,
         before: Container[Var] = (),
-    ) -> _Cause | Var | None:  # fmt: skip
+    ) -> _Cause | Var | None:
         """The first cause of non-finite results; or a non-finite variable of `before`; or None.
 
         A non-finite variable that is neither computed by an equation nor in `before` is a constant.
@@ -214,14 +218,21 @@ class _Search:
         name = eqn.params["name"] if marked else None
         lines = (source_line(e.eqn) for e in reversed(chain[marked[-1] + 1 if marked else 0 :]))  # JAX-internal parts have none
         return Origin(
-            fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
+            fragment=name,
+            role=eqn.params["role"] if marked else None,
+            path=paths[first],
+            index=index,
             number=next((i for i, e in enumerate(_fragments(eqns, name)) if e is eqn), 0),
             within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
             value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
-            others=tuple(paths[i] for i in rest) if marked else (), steps=tuple(e.step for e in chain if e.step is not None),
-            primitive=last.eqn.primitive.name, source=next(filter(None, lines), None),
-            eager=is_bad, constant=_constant(last), operands=operands if marked else (),
-        )  # fmt: skip
+            others=tuple(paths[i] for i in rest) if marked else (),
+            steps=tuple(e.step for e in chain if e.step is not None),
+            primitive=last.eqn.primitive.name,
+            source=next(filter(None, lines), None),
+            eager=is_bad,
+            constant=_constant(last),
+            operands=operands if marked else (),
+        )
 
 
 def _constant(cause: _Cause) -> str | None:

@@ -139,7 +139,7 @@ def estimate_return(
             f"an agent of {result.experiment.name!r} is recurrent, so its actions cannot be computed from single steps of "
             "data; use result.evaluate(episodes)"
         )
-    act = lambda obs: result.act(obs, member=member)  # noqa: E731
+    act = lambda obs: result.act(obs, member=member)
     return fitted_q(result.behavior.env, act, data, settings, seed=check_seed(seed), policy=policy, devices=devices)
 
 

@@ -144,9 +144,7 @@ def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]
     if platform is None:
         return list(devices)
     if jax.process_count() > 1:
-        raise ValueError(
-            f"env_platform={platform!r} needs a single process, but there are {jax.process_count()}; remove it"
-        )
+        raise ValueError(f"env_platform={platform!r} needs a single process, but there are {jax.process_count()}; remove it")
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as error:

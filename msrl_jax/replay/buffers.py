@@ -78,10 +78,18 @@ def uniform(
       ValueError: if sizes are incompatible or exceed the devices' memory, or if a codec cannot pack its leaves.
     """
     ring = make_ring(
-        with_episodes(example, relabelling, discount), capacity=capacity, num_envs=num_envs, unroll_length=unroll_length,
-        batch_size=batch_size, length=length, stride=stride, min_size=min_size, shards=shards, storage=storage,
+        with_episodes(example, relabelling, discount),
+        capacity=capacity,
+        num_envs=num_envs,
+        unroll_length=unroll_length,
+        batch_size=batch_size,
+        length=length,
+        stride=stride,
+        min_size=min_size,
+        shards=shards,
+        storage=storage,
         discount=discount,
-    )  # fmt: skip
+    )
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin, count = ring.oldest(state.added, state.filled)
@@ -137,10 +145,18 @@ def prioritized(
     if not epsilon:
         raise ValueError("epsilon=0 never draws a window again if its TD error was 0; use a small number such as 1e-6")
     ring = make_ring(
-        with_episodes(example, relabelling, discount), capacity=capacity, num_envs=num_envs, unroll_length=unroll_length,
-        batch_size=batch_size, length=length, stride=stride, min_size=min_size, shards=shards, storage=storage,
+        with_episodes(example, relabelling, discount),
+        capacity=capacity,
+        num_envs=num_envs,
+        unroll_length=unroll_length,
+        batch_size=batch_size,
+        length=length,
+        stride=stride,
+        min_size=min_size,
+        shards=shards,
+        storage=storage,
         discount=discount,
-    )  # fmt: skip
+    )
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
@@ -294,6 +310,7 @@ def _replay(
         return ring.valid(held, at, offsets(at)).all(0)
 
     windowed = discount is None and ring.length > 1
+
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
         return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])

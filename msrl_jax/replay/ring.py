@@ -55,9 +55,7 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
         used.append(c)
     for name in storage:
         if name not in names:
-            raise ValueError(
-                f"storage has {name!r}{suggestion(name, names)}, which is not in an item; it has {sorted(names)}"
-            )
+            raise ValueError(f"storage has {name!r}{suggestion(name, names)}, which is not in an item; it has {sorted(names)}")
     return tuple(used)
 
 

@@ -63,10 +63,14 @@ class Measurement:
         what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
         rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
-        dispatch = "" if self.instructions is None else (
-            f"; dispatch: {self.instructions} instructions per iteration, {self.instruction_microseconds:.0f} us each, of "
-            f"which Python {self.python_microseconds:.0f} us (a jitted call: {self.call_microseconds:.0f} us)"
-        )  # fmt: skip
+        dispatch = (
+            ""
+            if self.instructions is None
+            else (
+                f"; dispatch: {self.instructions} instructions per iteration, {self.instruction_microseconds:.0f} us each, of "
+                f"which Python {self.python_microseconds:.0f} us (a jitted call: {self.call_microseconds:.0f} us)"
+            )
+        )
         return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
 
 
@@ -151,9 +155,15 @@ def calibrated_chunk(experiment: Experiment, program: Program) -> int:
 
 
 def measure(
-    experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
-    devices: Sequence[Device] | None, note: Callable[[Any], object],
-) -> Measurement:  # fmt: skip
+    experiment: Experiment,
+    policy: DistributionPolicy,
+    *,
+    repeats: int,
+    seconds: float,
+    against: Literal["jit"] | None,
+    devices: Sequence[Device] | None,
+    note: Callable[[Any], object],
+) -> Measurement:
     """Measures one setting; see `bench` for the other arguments."""
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
@@ -168,26 +178,39 @@ def measure(
     runs, *others = interleave(runners, seconds, repeats)
     where, rate = describe_devices(program.devices), statistics.median(runs)
     about = {
-        "algorithm": experiment.name, "env": experiment.env_name, "policy": spec(policy), "platform": where["platform"],
-        "devices": where["count"], "num_envs": num_envs, "unroll_length": unroll_length, "compile_seconds": compile_seconds,
-        "steps_per_second": rate, "updates_per_second": rate * agent.updates_per_iteration / agent.steps_per_iteration,
+        "algorithm": experiment.name,
+        "env": experiment.env_name,
+        "policy": spec(policy),
+        "platform": where["platform"],
+        "devices": where["count"],
+        "num_envs": num_envs,
+        "unroll_length": unroll_length,
+        "compile_seconds": compile_seconds,
+        "steps_per_second": rate,
+        "updates_per_second": rate * agent.updates_per_iteration / agent.steps_per_iteration,
         "runs": runs,
-    }  # fmt: skip
+    }
     if dispatch := dispatch_time(program, experiment.start(program)):
         about |= {
-            "instructions": dispatch.instructions, "instruction_microseconds": dispatch.microseconds,
-            "python_microseconds": dispatch.python_microseconds, "call_microseconds": dispatch.call_microseconds,
-        }  # fmt: skip
+            "instructions": dispatch.instructions,
+            "instruction_microseconds": dispatch.microseconds,
+            "python_microseconds": dispatch.python_microseconds,
+            "call_microseconds": dispatch.call_microseconds,
+        }
     if others:
         # XLA counts the body of a loop once and removes a loop of length 1.
         plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
         fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
         jit_rate = statistics.median(others[0])
         about |= {
-            "jit_steps_per_second": jit_rate, "jit_runs": others[0], "ratio": rate / jit_rate,
-            "flops": fused.get("flops"), "jit_flops": plain.get("flops"),
-            "bytes": fused.get("bytes accessed"), "jit_bytes": plain.get("bytes accessed"),
-        }  # fmt: skip
+            "jit_steps_per_second": jit_rate,
+            "jit_runs": others[0],
+            "ratio": rate / jit_rate,
+            "flops": fused.get("flops"),
+            "jit_flops": plain.get("flops"),
+            "bytes": fused.get("bytes accessed"),
+            "jit_bytes": plain.get("bytes accessed"),
+        }
     return Measurement(**about)
 
 
@@ -259,12 +282,20 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     driven = any(m.instructions is not None for m in measurements)
     rows: list[dict[str, str]] = []
     for m in measurements:
-        rows.append({
-            "algorithm": m.algorithm, "env": m.env, "policy": m.policy, "devices": f"{m.devices} {m.platform}",
-            "envs": str(m.num_envs), "unroll": str(m.unroll_length), "steps/s": f"{m.steps_per_second:,.0f}",
-            "updates/s": _rate(m.updates_per_second), "spread": f"{(max(m.runs) - min(m.runs)) / m.steps_per_second:.0%}",
-            "compile s": f"{m.compile_seconds:.1f}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "algorithm": m.algorithm,
+                "env": m.env,
+                "policy": m.policy,
+                "devices": f"{m.devices} {m.platform}",
+                "envs": str(m.num_envs),
+                "unroll": str(m.unroll_length),
+                "steps/s": f"{m.steps_per_second:,.0f}",
+                "updates/s": _rate(m.updates_per_second),
+                "spread": f"{(max(m.runs) - min(m.runs)) / m.steps_per_second:.0%}",
+                "compile s": f"{m.compile_seconds:.1f}",
+            }
+        )
         if driven:
             rows[-1]["instructions"] = "one program" if m.instructions is None else str(m.instructions)
             times = (m.instruction_microseconds, m.python_microseconds, m.call_microseconds)
@@ -274,8 +305,9 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             rows[-1] |= {
                 "jit steps/s": "-" if m.jit_steps_per_second is None else f"{m.jit_steps_per_second:,.0f}",
                 "ratio": "-" if m.ratio is None else f"{m.ratio:.3f}",
-                "FLOPs": _quotient(m.flops, m.jit_flops), "bytes": _quotient(m.bytes, m.jit_bytes),
-            }  # fmt: skip
+                "FLOPs": _quotient(m.flops, m.jit_flops),
+                "bytes": _quotient(m.bytes, m.jit_bytes),
+            }
     settings = ("env", "policy", "devices", "envs", "unroll")
     shared = [name for name in settings if len({row[name] for row in rows}) == 1]
     head = [name for name in rows[0] if name not in shared]

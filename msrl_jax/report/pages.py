@@ -1,9 +1,9 @@
 """Pages of results, written from the records of recipes: tables with published returns, and curves with their intervals.
 
-    index.md            all recipes
-    ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
-    SUITE.md            the environments of a suite, the algorithms side by side
-    NAME.svg            curves
+index.md            all recipes
+ALGORITHM.md        the recipes of an algorithm: settings, curves, versions, hardware
+SUITE.md            the environments of a suite, the algorithms side by side
+NAME.svg            curves
 """
 
 import dataclasses
@@ -84,10 +84,14 @@ class ResultRow:
         """Returns the cells of a table row; the recipe's name links to `link`, by default to the page of its algorithm."""
         record, name, others = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
         return [
-            f"[{name}]({link or f'{self.files.algorithm}#{name}'})", self.env, f"{self.recipe.values['total_steps']:,}",
-            str(_mean(record.last)), str(_mean(record.best)), others,
+            f"[{name}]({link or f'{self.files.algorithm}#{name}'})",
+            self.env,
+            f"{self.recipe.values['total_steps']:,}",
+            str(_mean(record.last)),
+            str(_mean(record.best)),
+            others,
             f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds, {record.place}",
-        ]  # fmt: skip
+        ]
 
     def below(self) -> list[str]:
         """Compares our return with each higher published one, and says what may explain the difference."""
@@ -248,14 +252,18 @@ def index(found: Sequence[ResultRow], *, alone: bool = False) -> str:
     others = [
         "The site has curves, and a page for each algorithm and suite: `python -m sphinx -W -b html docs build/site`",
         "builds it; `msrl-jax reproduce --pages FOLDER` writes these pages alone.",
-    ]  # fmt: skip
+    ]
     parts = [
-        "# Results of the recipes", "",
+        "# Results of the recipes",
+        "",
         "A recipe is a file of settings for an algorithm and an environment, in `msrl_jax/recipes`.",
         "`msrl-jax train --recipe ppo-cartpole` trains one seed; `msrl-jax reproduce ppo-cartpole` trains all seeds and says",
-        f"whether the scores [agree]({'../../docs' if alone else '..'}/results.md#reproducing) with the table.", "",
-        *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]), "", _ABOUT,
-    ]  # fmt: skip
+        f"whether the scores [agree]({'../../docs' if alone else '..'}/results.md#reproducing) with the table.",
+        "",
+        *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]),
+        "",
+        _ABOUT,
+    ]
     for suite, own in _grouped(found, lambda row: row.suite):
         curves = [] if alone else ["", f"[The curves side by side]({own[0].files.suite})"]
         links = [f"../../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
@@ -275,11 +283,18 @@ def _algorithm(algo: str, found: Sequence[ResultRow]) -> str:
         parts_of_time = ", ".join(f"{part} {seconds:,.0f} s" for part, seconds in record.seconds.items())
         settings = ", ".join(f"{key}={value}" for key, value in row.recipe.fields.items()) or "the defaults"
         parts += [
-            f"## {name}", "", row.recipe.about, "", f"![{name}]({row.files.curve})", "",
+            f"## {name}",
+            "",
+            row.recipe.about,
+            "",
+            f"![{name}]({row.files.curve})",
+            "",
             f"`msrl-jax reproduce {name}{_enough(record)}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
-            f"On {hardware}: {parts_of_time}.", *(f"Below others: {each}" for each in row.below()), "",
-        ]  # fmt: skip
+            f"On {hardware}: {parts_of_time}.",
+            *(f"Below others: {each}" for each in row.below()),
+            "",
+        ]
     return "\n".join(parts)
 
 
@@ -298,8 +313,10 @@ def _suite(suite: str, found: Sequence[ResultRow]) -> str:
 
 def _improvements(found: Sequence[ResultRow]) -> list[str]:
     """Makes a table of every pair of variants with common environments at equal steps; empty if there are none."""
-    scores = {variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
-              for variant, own in _grouped(found, lambda row: row.variant)}  # fmt: skip
+    scores = {
+        variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
+        for variant, own in _grouped(found, lambda row: row.variant)
+    }
 
     def cell(ours: str, theirs: str, score: str) -> str:
         tasks = [task for task in scores[ours] if task in scores[theirs]] if ours != theirs else []
@@ -317,13 +334,16 @@ def _improvements(found: Sequence[ResultRow]) -> list[str]:
     if len(tasks) == len(set(tasks)):  # no task has two variants
         return []
     return [
-        "", "## Which is better", "",
+        "",
+        "## Which is better",
+        "",
         "The probability that a run of the row's algorithm has a higher return than a run of the column's, where a tie counts",
         "half, with its interval, over the environments that both have at equal steps (their number in parentheses). Training",
         "returns include exploration. An interval has no width if every run of one is above every run of the other; with three",
         "seeds each, this happens by chance in one case of ten.",
-        *lines("In training", "last"), *lines("Their best agents", "best"),
-    ]  # fmt: skip
+        *lines("In training", "last"),
+        *lines("Their best agents", "best"),
+    ]
 
 
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

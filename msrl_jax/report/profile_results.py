@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PHASES = (
-    "simulation", "inference", "learning", "replay", "others", "transfer", "Python", "idle", "outside of fragments",
+    "simulation",
+    "inference",
+    "learning",
+    "replay",
+    "others",
+    "transfer",
+    "Python",
+    "idle",
+    "outside of fragments",
     "not attributed",
-)  # fmt: skip
+)
 """The phases of time. The last two are operations of the loop itself, and those of unknown origin."""
 
 _LARGE = 0.15  # above this error, a profile is unreliable

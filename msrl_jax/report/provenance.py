@@ -50,9 +50,13 @@ def source_checksum() -> str:
 def origin(env: str) -> dict[str, Any]:
     """Returns the provenance of a run that trains in an environment now, as plain data."""
     return {
-        "versions": versions(*packages_of(env)), "commit": commit(), "sources": source_checksum(), "processor": processor(),
-        "cores": processors(), "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
+        "versions": versions(*packages_of(env)),
+        "commit": commit(),
+        "sources": source_checksum(),
+        "processor": processor(),
+        "cores": processors(),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def write_origin(path: Path, env: str) -> None:

@@ -111,7 +111,7 @@ class Reproduction:
 
     @property
     def verdict(self) -> str:
-        """"agrees" if both scores do, "does not agree" if one does not, "too few" seeds, "no record", or "interrupted"."""
+        """ "agrees" if both scores do, "does not agree" if one does not, "too few" seeds, "no record", or "interrupted"."""
         if self.record is None:
             return "interrupted"
         found = {each.verdict for each in self.agreements.values()}
@@ -229,10 +229,17 @@ def reproduce(
         experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
         hook = BestAgents()
         result = train(
-            experiment, policy=where, devices=devices, out=path / f"seeds-{numbers[0]}-{numbers[-1]}", resume=True,
-            chunk=max(1, experiment.iterations // _CHUNKS), callbacks=[hook], progress=progress, **watching,
+            experiment,
+            policy=where,
+            devices=devices,
+            out=path / f"seeds-{numbers[0]}-{numbers[-1]}",
+            resume=True,
+            chunk=max(1, experiment.iterations // _CHUNKS),
+            callbacks=[hook],
+            progress=progress,
+            **watching,
             time_limit=None if ends is None else max(1e-3, ends - time.monotonic()),
-        )  # fmt: skip
+        )
         check_saved(result)
         if result.interrupted:
             return Reproduction(found.name, None, recorded, result.stop_reason, path)
@@ -321,16 +328,25 @@ def _record(
     parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}
     steps = results[0].history["step"].astype(int).tolist()
     return Record(
-        recipe=found.name, settings=dict(found.settings), config=experiment.to_json()["config"], steps=steps,
+        recipe=found.name,
+        settings=dict(found.settings),
+        config=experiment.to_json()["config"],
+        steps=steps,
         seeds=seeds,
         returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
-        last=last.tolist(), best=best.tolist(), best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
-        evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known], episodes=EPISODES,
-        score=experiment.rank_by, seconds={name: round(sum(each), 1) for name, each in parts.items()},
-        versions=origins[0]["versions"], commit=_joined(origins, "commit"), date=max(each["date"] for each in origins),
+        last=last.tolist(),
+        best=best.tolist(),
+        best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
+        evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known],
+        episodes=EPISODES,
+        score=experiment.rank_by,
+        seconds={name: round(sum(each), 1) for name, each in parts.items()},
+        versions=origins[0]["versions"],
+        commit=_joined(origins, "commit"),
+        date=max(each["date"] for each in origins),
         hardware={name: results[0].description["devices"][name] for name in ("platform", "kind", "count")}
         | {"processor": _joined(origins, "processor"), "cores": origins[0]["cores"]},
-    )  # fmt: skip
+    )
 
 
 def _seeds(experiment: Experiment) -> range:

@@ -40,9 +40,7 @@ _PAGE = """<!doctype html>
 {body}
 </body></html>
 """
-_WHOLE = (
-    "algorithm", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard", "data",
-)  # fmt: skip
+_WHOLE = ("algorithm", "env", "env_params", "total_steps", "seed", "seeds", "pbt", "rank_by", "guard", "data")
 _MOST_ROWS = 100  # settings of one run; above this, one row with the lowest and the highest return
 _PARTS = {"compile": "compiling", "setup": "setting up", "train": "training", "evaluation": "evaluation", "rest": "all else"}
 
@@ -84,11 +82,14 @@ def runs_page(
     shown = shown_of(found, metrics)
     title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in found.values()))
     sections = [
-        ("", _overview(found)), ("Curves", _curves(found, shown)),
-        ("Settings", _settings(found)), ("Time", _times(found)), ("Each run", _each(found)),
+        ("", _overview(found)),
+        ("Curves", _curves(found, shown)),
+        ("Settings", _settings(found)),
+        ("Time", _times(found)),
+        ("Each run", _each(found)),
         ("Where the time of an iteration goes", _profiles(found)),
         ("Plans", "\n".join(_plan(name, run, trust) for name, run in found.items()) if plans else ""),
-    ]  # fmt: skip
+    ]
     body = "\n".join(f"<h2>{name}</h2>\n{text}" if name else text for name, text in sections if text)
     write_text(target, _PAGE.format(title=escape(title), style=_STYLE, body=body))
     return target
@@ -103,11 +104,16 @@ def _overview(found: Mapping[str, Outcome]) -> str:
         seeds = [run.settings[member]["seed"] for run, members in group.parts for member in members]
         summaries = [run.summary() for run, _ in group.parts]
         columns = ([s[name] for s in summaries] for name in ("env", "algorithm", "policy", "total_steps", "status"))
-        rows.append([
-            group.names, group.label, _mean(lambda run: final(run.history, "episode_return"), group),
-            _mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group), _seeds(seeds),
-            *(", ".join(dict.fromkeys(f"{x:,}" if isinstance(x, int) else x for x in column)) for column in columns),
-        ])  # fmt: skip
+        rows.append(
+            [
+                group.names,
+                group.label,
+                _mean(lambda run: final(run.history, "episode_return"), group),
+                _mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group),
+                _seeds(seeds),
+                *(", ".join(dict.fromkeys(f"{x:,}" if isinstance(x, int) else x for x in column)) for column in columns),
+            ]
+        )
     if not any(row[1] for row in rows):
         rows = [row[:1] + row[2:] for row in rows]
         head.remove("setting")

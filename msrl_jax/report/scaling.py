@@ -37,10 +37,15 @@ class Scaled:
             for name in plan.placements
         }
         return about | {
-            "idle": len(plan.idle), "sizes": {name: len(devices) for name, devices in plan.placements.items()},
-            "dispatches": plan.dispatches, "bytes_arriving": plan.bytes_arriving, "collectives": collectives,
-            "bytes_of_collectives": plan.bytes_of_collectives, "memory": plan.memory, "launches": plan.launches,
-        }  # fmt: skip
+            "idle": len(plan.idle),
+            "sizes": {name: len(devices) for name, devices in plan.placements.items()},
+            "dispatches": plan.dispatches,
+            "bytes_arriving": plan.bytes_arriving,
+            "collectives": collectives,
+            "bytes_of_collectives": plan.bytes_of_collectives,
+            "memory": plan.memory,
+            "launches": plan.launches,
+        }
 
 
 def plans(
@@ -88,11 +93,19 @@ def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
         return ", ".join(f"{k} {x}" for k, x in values.items()) if differ else next(iter(values.values()), "-")
 
     cells = {
-        "policy": row.policy, "devices": row.devices, "idle": str(d["idle"]), "envs": str(row.num_envs or "-"),
-        "dispatches": str(d["dispatches"]), "launches": each("launches", "{:,}".format), "arriving": each("bytes_arriving"),
-        "collectives": each("collectives", str), "in bytes": each("bytes_of_collectives"), "memory": each("memory"),
-        "tracing": f"{row.tracing_seconds:.1f} s", "XLA": f"{row.xla_seconds:.1f} s",
-    }  # fmt: skip
+        "policy": row.policy,
+        "devices": row.devices,
+        "idle": str(d["idle"]),
+        "envs": str(row.num_envs or "-"),
+        "dispatches": str(d["dispatches"]),
+        "launches": each("launches", "{:,}".format),
+        "arriving": each("bytes_arriving"),
+        "collectives": each("collectives", str),
+        "in bytes": each("bytes_of_collectives"),
+        "memory": each("memory"),
+        "tracing": f"{row.tracing_seconds:.1f} s",
+        "XLA": f"{row.xla_seconds:.1f} s",
+    }
     return [cells[name] for name in columns]
 
 

@@ -92,9 +92,15 @@ def _bootstrapped(
     if all(np.ptp(sample) == 0 for sample in samples):  # all resamples are equal
         return Estimate(value, value, value)
     interval = stats.bootstrap(
-        samples, statistic, n_resamples=_RESAMPLES, vectorized=True, confidence_level=confidence, method="percentile",
-        rng=rng, batch=max(1, _AT_ONCE // size),
-    ).confidence_interval  # fmt: skip
+        samples,
+        statistic,
+        n_resamples=_RESAMPLES,
+        vectorized=True,
+        confidence_level=confidence,
+        method="percentile",
+        rng=rng,
+        batch=max(1, _AT_ONCE // size),
+    ).confidence_interval
     return Estimate(value, float(interval.low), float(interval.high))
 
 
@@ -189,9 +195,14 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
     found = stats.permutation_test(
-        (x, y), apart, vectorized=True, n_resamples=_PERMUTATIONS, alternative="two-sided", rng=rng,
+        (x, y),
+        apart,
+        vectorized=True,
+        n_resamples=_PERMUTATIONS,
+        alternative="two-sided",
+        rng=rng,
         batch=min(_BATCH, max(1, _AT_ONCE // (len(x) + len(y)))),
-    )  # fmt: skip
+    )
     return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
 
 

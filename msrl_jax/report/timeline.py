@@ -108,8 +108,9 @@ def _spans(data: Any) -> tuple[list[Span], int]:
                     found.append(Span(start, end, str(op), str(program), run, line.name))
     inside = [
         x._replace(start=max(x.start, window[0]) - window[0], end=min(x.end, window[1]) - window[0])
-        for x in found if x.end > window[0] and x.start < window[1]
-    ]  # fmt: skip
+        for x in found
+        if x.end > window[0] and x.start < window[1]
+    ]
     return inside, number
 
 
@@ -209,9 +210,16 @@ def in_perfetto(events: Sequence[tuple[Span, Key | None]]) -> dict[str, Any]:
     for span, key in events:
         phase, fragment = key or ("", "")
         about = {"phase": phase, "fragment": fragment, "program": span.program}
-        rows.append({
-            "ph": "X", "name": f"{fragment}: {span.name}" if fragment else span.name, "cat": phase or "host", "pid": 1,
-            "tid": threads.index(span.thread), "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
-            "args": {name: x for name, x in about.items() if x},
-        })  # fmt: skip
+        rows.append(
+            {
+                "ph": "X",
+                "name": f"{fragment}: {span.name}" if fragment else span.name,
+                "cat": phase or "host",
+                "pid": 1,
+                "tid": threads.index(span.thread),
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {name: x for name, x in about.items() if x},
+            }
+        )
     return {"displayTimeUnit": "ms", "traceEvents": rows}

@@ -208,6 +208,6 @@ def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[
     if not torso.is_batched:
         seen, prepare = spaces.flat_space(space), lambda obs: spaces.flatten(space, unmasked(obs))
         torso = torso.clone(observation_space=seen)
-    make = lambda sizes, size: nn.Sequential([torso.clone(hidden_sizes=sizes), dense(size, 1.0)])  # noqa: E731
+    make = lambda sizes, size: nn.Sequential([torso.clone(hidden_sizes=sizes), dense(size, 1.0)])
     networks = {"target": make(sizes, size), "predictor": make((*sizes, size, size), size), "value": make(sizes, 1)}
     return torso.observation_space, prepare, networks

@@ -112,7 +112,7 @@ def choose_policy(
         times, the devices are only planned, or no candidate can run the experiment.
     """
     if not isinstance(experiment, Experiment) or isinstance(policies, str):
-        raise TypeError("choose_policy takes an Experiment, and policies as a list: [\"GPUOnly\", \"Central\"]")
+        raise TypeError('choose_policy takes an Experiment, and policies as a list: ["GPUOnly", "Central"]')
     check_delay(delay)
     _check_measurable(experiment, devices)
     candidates = _candidates() if policies is None else list(map(registry.get, policies))

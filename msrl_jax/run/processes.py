@@ -97,9 +97,13 @@ def start(address: str | None = None, number: int | None = None, index: int | No
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:  # bind to this address only: by default, JAX listens on all interfaces
         jax.distributed.initialize(
-            address, number, index, coordinator_bind_address=address, heartbeat_timeout_seconds=HEARTBEAT,
+            address,
+            number,
+            index,
+            coordinator_bind_address=address,
+            heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,
-        )  # fmt: skip
+        )
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(

@@ -241,4 +241,3 @@ def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     before, after = (settings.get(changed, "the default") for settings in (was, now))
     return f"of {changed}={before}, and the recipe has {after} now"
-

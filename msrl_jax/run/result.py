@@ -378,8 +378,12 @@ def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experim
         about |= {"data": run.description["data"]}
         about["config"] |= {"data": run.description["config"]["data"]} if "data" in about["config"] else {}
     return dataclasses.replace(
-        run, experiment=experiment, description={**run.description, **about}, folder=None,
+        run,
+        experiment=experiment,
+        description={**run.description, **about},
+        folder=None,
         history={name: columns[name].T if name in columns else x for name, x in run.history.items()},
-        run_state=agent.with_data(map_members(rows_of, *states)), registers=registers,
+        run_state=agent.with_data(map_members(rows_of, *states)),
+        registers=registers,
         evaluation=Evaluation(**last) if evaluated else None,
-    )  # fmt: skip
+    )

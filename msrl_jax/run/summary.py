@@ -35,15 +35,19 @@ def summarize(result: Result) -> dict[str, Any]:
     each = "member" if result.description["settings"] else "seed"
     devices = result.description["devices"]
     return about | {
-        "devices": devices["count"], "platform": devices["platform"],
-        "total_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0, "status": result.status,
+        "devices": devices["count"],
+        "platform": devices["platform"],
+        "total_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0,
+        "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
         **({"save_error": result.save_error} if result.save_error else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
         **{f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim},
-        "steps_per_second": result.steps_per_second, "compile_seconds": result.compile_seconds, **result.timings,
+        "steps_per_second": result.steps_per_second,
+        "compile_seconds": result.compile_seconds,
+        **result.timings,
         "wall_seconds": result.wall_seconds,
-    }  # fmt: skip
+    }
 
 
 def describe(result: Result) -> str:

@@ -217,10 +217,17 @@ def train(
             stack.callback(close_simulators, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         hooks = [
-            requests, recording, guarding, LostSteps(), evaluating, RunFileWriter() if path and processes.is_first() else None,
-            *filter(is_hook, callbacks), Callbacks([show, *filter(callable, callbacks)]),
-            guarding and StopOrRollBack(guarding, saver), saver,
-        ]  # fmt: skip
+            requests,
+            recording,
+            guarding,
+            LostSteps(),
+            evaluating,
+            RunFileWriter() if path and processes.is_first() else None,
+            *filter(is_hook, callbacks),
+            Callbacks([show, *filter(callable, callbacks)]),
+            guarding and StopOrRollBack(guarding, saver),
+            saver,
+        ]
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         about = watching | {"record": recording and str(recording.writer.path)}
         deployment = _deployment(program, experiment.agent.unit, where, saved) | about
@@ -288,9 +295,15 @@ def _loop(run: Run, hooks: list[Any]) -> list[Exception]:
 
 def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
     now = {
-        "format": store.FORMAT, "unit": unit, "policy": policy_text(policy), "versions": folder.versions(),
-        "devices": folder.describe_devices(program.devices), "registers": program.registers, "resumed": [], "rollbacks": [],
-    }  # fmt: skip
+        "format": store.FORMAT,
+        "unit": unit,
+        "policy": policy_text(policy),
+        "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices),
+        "registers": program.registers,
+        "resumed": [],
+        "rollbacks": [],
+    }
     if saved is not None:
         was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
         now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
@@ -321,11 +334,19 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
 def _result(run: Run) -> Result:
     times = run.times
     return Result(
-        experiment=run.experiment, description=run.description, history=stack_rows(run.rows, run.description),
-        run_state=processes.to_hosts(run.whole_state()), registers=processes.to_hosts(run.registers), status=run.ending.status,
-        stop_reason=run.ending.reason, compile_seconds=times["compile_seconds"], wall_seconds=times["wall_seconds"],
-        timings=run.seconds, evaluation=run.evaluation, folder=run.path,
-    )  # fmt: skip
+        experiment=run.experiment,
+        description=run.description,
+        history=stack_rows(run.rows, run.description),
+        run_state=processes.to_hosts(run.whole_state()),
+        registers=processes.to_hosts(run.registers),
+        status=run.ending.status,
+        stop_reason=run.ending.reason,
+        compile_seconds=times["compile_seconds"],
+        wall_seconds=times["wall_seconds"],
+        timings=run.seconds,
+        evaluation=run.evaluation,
+        folder=run.path,
+    )
 
 
 def _check_names(config: Any) -> None:

@@ -167,7 +167,7 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
     if method == "optuna" and halving is not None:
         raise ValueError('halving= does not work with method="optuna", which chooses trials one after another; leave it out')
     if method == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise ImportError('method="optuna" needs the package optuna: pip install optuna (or \'msrl-jax[optuna]\')')
+        raise ImportError("method=\"optuna\" needs the package optuna: pip install optuna (or 'msrl-jax[optuna]')")
     return None if num is None else whole("num", num, most=_MOST_TRIALS)
 
 
@@ -258,9 +258,15 @@ def rungs(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None)
 
 
 def asked(
-    trials: Mapping[int, Trial], axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *,
-    num: int, each: int, until: int, seed: int,
-) -> Iterator[Stage]:  # fmt: skip
+    trials: Mapping[int, Trial],
+    axes: Sequence[Axis],
+    make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]],
+    *,
+    num: int,
+    each: int,
+    until: int,
+    seed: int,
+) -> Iterator[Stage]:
     """Asks a study of Optuna for `num` trials, `each` in a stage, which `make` makes, and tells it their returns."""
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)

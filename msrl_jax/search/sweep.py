@@ -125,14 +125,23 @@ def sweep(
     base = dataclasses.replace(given, algorithm=start, guard="ignore")
     distribution = policies.get(base.usual_policy if policy is None else policy)
     about = base.to_json()
-    description = folder.to_json(about | {
-        "config": about["config"] | plain_fields(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
-        "method": method, "num": num, "halving": halving, "min_steps": min_steps,
-        "members_at_once": members_at_once,
-        "fields": {
-            axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
-        },
-    })  # fmt: skip
+    description = folder.to_json(
+        about
+        | {
+            "config": about["config"] | plain_fields(constants),
+            "policy": policy_text(distribution),
+            "eval_episodes": episodes,
+            "method": method,
+            "num": num,
+            "halving": halving,
+            "min_steps": min_steps,
+            "members_at_once": members_at_once,
+            "fields": {
+                axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole}
+                for axis in axes
+            },
+        }
+    )
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
     shared = not is_on_host(base.environment)
     course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})

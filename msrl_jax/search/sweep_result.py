@@ -102,13 +102,19 @@ class SweepResult:
         """
         return [
             {
-                "trial": trial.number, "program": trial.program, **trial.values, "rung": trial.rung, "steps": trial.steps,
-                "return_mean": (of := dataclasses.replace(trial, rank_by="return")).mean, "return_min": of.min,
-                "return_max": of.max, **{f"{name}_mean": mean_objective(trial.metrics.get(name, ())) for name in self._metrics},
+                "trial": trial.number,
+                "program": trial.program,
+                **trial.values,
+                "rung": trial.rung,
+                "steps": trial.steps,
+                "return_mean": (of := dataclasses.replace(trial, rank_by="return")).mean,
+                "return_min": of.min,
+                "return_max": of.max,
+                **{f"{name}_mean": mean_objective(trial.metrics.get(name, ())) for name in self._metrics},
                 "rank": trial.rank,
             }
             for trial in self.trials
-        ]  # fmt: skip
+        ]
 
     @property
     def _metrics(self) -> list[str]:
@@ -221,9 +227,12 @@ def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
     head = ["rank", "trial", *trials[0].values, "steps", by, *(["least", "most"] if seeds > 1 else [])]
     cells = [
         [
-            str(trial.rank), str(trial.number), *map(value_in_words, trial.values.values()), f"{trial.steps:,}",
+            str(trial.rank),
+            str(trial.number),
+            *map(value_in_words, trial.values.values()),
+            f"{trial.steps:,}",
             *(f"{x:.{digits}f}" for x in (trial.mean, *((trial.min, trial.max) if seeds > 1 else ()))),
         ]
         for trial in trials
-    ]  # fmt: skip
+    ]
     return table(head, cells, indent=2)

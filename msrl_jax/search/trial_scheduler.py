@@ -123,9 +123,7 @@ class Course:
         if not experiment.is_ranked:
             raise ValueError(f"{experiment.name}: {UNRANKED}; give rank_by= a metric of the environment")
         if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
-            raise ValueError(
-                f"{experiment.name} trains offline, so only evaluations have returns; use eval_episodes above 0"
-            )
+            raise ValueError(f"{experiment.name} trains offline, so only evaluations have returns; use eval_episodes above 0")
 
     def conduct(self, stages: Iterable[Stage], requests: StopRequests) -> str:
         """Trains all stages; returns the reason if a stop request interrupted the sweep, else an empty string."""
@@ -153,9 +151,10 @@ class Course:
     def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
         """Trains a stage; returns the reason if it was interrupted."""
         todo = [
-            (which, i, batch) for which, program in enumerate(self.programs)
+            (which, i, batch)
+            for which, program in enumerate(self.programs)
             for i, batch in enumerate(batches([t for t in stage.trials if t.program == which], program["at_once"]))
-        ]  # fmt: skip
+        ]
         for count, (program, i, batch) in enumerate(todo, 1):
             left = None if requests.deadline is None else requests.deadline - now()
             if reason := requests.reason(0.0):
@@ -185,10 +184,16 @@ class Course:
                 parts = [(run if isinstance(run, Result) else read(run), member) for run, member in before]
                 joined(experiment, parts).save(where)
             result = train(
-                experiment, policy=self.policy, devices=self.devices, out=where, resume=where is not None, **self.watch,
-                eval_every=until if partly else None, callbacks=[lambda tick: tick.step >= until] if partly else [],
+                experiment,
+                policy=self.policy,
+                devices=self.devices,
+                out=where,
+                resume=where is not None,
+                **self.watch,
+                eval_every=until if partly else None,
+                callbacks=[lambda tick: tick.step >= until] if partly else [],
                 time_limit=time_limit,
-            )  # fmt: skip
+            )
         return result if path is not None else dataclasses.replace(result, folder=None)
 
     def _load(self, path: Path) -> Result:

@@ -181,9 +181,13 @@ class Leaderboard:
                 rival = entries[-1]
             kept = math.isfinite(score) and (rival is None or score > rival.score)
             about = {
-                "score": score, "algorithm": algorithm, "step": step, "parent": parent and parent.id, "worker": worker,
+                "score": score,
+                "algorithm": algorithm,
+                "step": step,
+                "parent": parent and parent.id,
+                "worker": worker,
                 "seconds": time.time() - settings["made"],
-            }  # fmt: skip
+            }
             if kept:
                 new = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
                 write_json(run / ENTRY, about | {"id": new.id, "finished": finished})

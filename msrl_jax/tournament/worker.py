@@ -137,10 +137,17 @@ def compete(
                 begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
             try:
                 result = train(
-                    **begun, policy=policy or new.usual_policy, devices=devices, progress=progress, eval_episodes=episodes,
-                    eval_every=round_steps, callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
+                    **begun,
+                    policy=policy or new.usual_policy,
+                    devices=devices,
+                    progress=progress,
+                    eval_episodes=episodes,
+                    eval_every=round_steps,
+                    callbacks=[*callbacks, stop],
+                    checkpoint_every="1000h",
+                    keep_checkpoints=1,
                     time_limit=None if end == float("inf") else max(end - time.monotonic(), 1e-3),
-                )  # fmt: skip
+                )
             except DivergedError:
                 score = float("nan")
             else:

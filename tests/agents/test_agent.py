@@ -46,9 +46,9 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
         options = {"teams": {"walker": "ippo"}}
     agent = make_still(name, env, **options)
     # XLA drops all that the count does not need.
-    optimizers = lambda state: state.teams if hasattr(state, "teams") else innermost(state).opt_state  # noqa: E731
+    optimizers = lambda state: state.teams if hasattr(state, "teams") else innermost(state).opt_state
     # Agents with networks of their own have one count each.
-    found = lambda state: [count.max() for _, count in optax.tree.get_all_with_path(optimizers(state), "count")]  # noqa: E731
+    found = lambda state: [count.max() for _, count in optax.tree.get_all_with_path(optimizers(state), "count")]
     counts = jax.jit(lambda key: found(agent.iteration(agent.with_data(agent.init(key)))[0]))
     assert max(counts(jax.random.key(0))) == agent.updates_per_iteration
 
@@ -57,11 +57,19 @@ def shapes_and_axes(name, size):
     """Shape and logical axes of every leaf of a state, where environments, shards and batches are multiples of a size."""
     fields = all_fields(msrl.algorithms.get(name)())
     wanted = {
-        "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "replay.capacity": 64 * size,
+        "num_envs": size,
+        "unroll_length": 4,
+        "batch_size": 4 * size,
+        "replay.capacity": 64 * size,
         "replay.learning_starts": 64 * size,
-        "replay.shards": size, "shards": size, "num_updates": 3, "hidden_sizes": (5,), "core.size": 6, "actor_period": 2,
+        "replay.shards": size,
+        "shards": size,
+        "num_updates": 3,
+        "hidden_sizes": (5,),
+        "core.size": 6,
+        "actor_period": 2,
         "replay.priorities": "prioritized",
-    }  # fmt: skip
+    }
     options = {field: value for field, value in wanted.items() if field in fields}
     if "trace_length" in fields and "hindsight" not in fields:  # which learns from windows without a core
         options |= {"burn_in": 0, "trace_length": 2, "replay.n_step": 1}
@@ -70,7 +78,7 @@ def shapes_and_axes(name, size):
         options |= {"data": noise(env, rows=640 * size)}
     agent = make_still(name, env, **options)
     state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    is_spec = lambda x: isinstance(x, P)
     axes = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), agent.axes, state, is_leaf=is_spec)
     leaves, specs = jax.tree.leaves_with_path(state), jax.tree.leaves(axes, is_leaf=is_spec)
     return [(jax.tree_util.keystr(path), x.shape, tuple(spec)) for (path, x), spec in zip(leaves, specs, strict=True)]

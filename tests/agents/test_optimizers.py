@@ -69,7 +69,7 @@ WRONG = {
     "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
     "states": (Own(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
     "several": (["adam", "sgd"], "members of a run cannot differ in it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

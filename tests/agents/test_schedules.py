@@ -30,13 +30,22 @@ LENGTH = 8
 @pytest.mark.parametrize(
     ("text", "progress", "value"),
     [
-        ("linear:4", 0.25, 3.0), ("linear:4:2", 0.5, 3.0), ("linear:2:4", 0.75, 3.5), ("linear:4:2", 1.0, 2.0),
+        ("linear:4", 0.25, 3.0),
+        ("linear:4:2", 0.5, 3.0),
+        ("linear:2:4", 0.75, 3.5),
+        ("linear:4:2", 1.0, 2.0),
         ("linear:4:2", 1.5, 2.0),
-        ("cosine:4", 0.5, 2.0), ("cosine:4:2", 0.0, 4.0), ("cosine:4:2", 1 / 3, 3.5), ("cosine:4:2", 1.0, 2.0),
-        ("linear:4,warmup=0.2", 0.1, 2.0), ("linear:4,warmup=0.2", 0.2, 4.0), ("linear:4:2,warmup=0.2", 0.6, 3.0),
-        ("cosine:4:2,warmup=0.5", 0.0, 0.0), ("cosine:4:2,warmup=0.5", 0.75, 3.0),
+        ("cosine:4", 0.5, 2.0),
+        ("cosine:4:2", 0.0, 4.0),
+        ("cosine:4:2", 1 / 3, 3.5),
+        ("cosine:4:2", 1.0, 2.0),
+        ("linear:4,warmup=0.2", 0.1, 2.0),
+        ("linear:4,warmup=0.2", 0.2, 4.0),
+        ("linear:4:2,warmup=0.2", 0.6, 3.0),
+        ("cosine:4:2,warmup=0.5", 0.0, 0.0),
+        ("cosine:4:2,warmup=0.5", 0.75, 3.0),
     ],
-)  # fmt: skip
+)
 def test_schedules_have_the_values_worked_out_by_hand(text, progress, value):
     np.testing.assert_allclose(read_schedule(text)(jnp.float32(progress)), value, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(read_schedule(text)(np.float32(progress)), value, rtol=1e-6, atol=1e-6)
@@ -64,7 +73,7 @@ def echo(monkeypatch):
             def iteration(state, progress):
                 return state, {"rate": jnp.float32(self.learning_rate), "bonus": jnp.float32(self.entropy_coef)}
 
-            acts = lambda state, obs, *key_and_carry: jnp.float32(self.entropy_coef)  # noqa: E731
+            acts = lambda state, obs, *key_and_carry: jnp.float32(self.entropy_coef)
             return dataclasses.replace(agent, iteration=iteration, act=acts, probabilities=acts)
 
     return Echo
@@ -163,7 +172,7 @@ WRONG = {
     "kl": ({"learning_rate": "kl:0"}, "use a target above 0"),
     "kl bounds": ({"learning_rate": "kl:0.01,start=1"}, "0 < low <= start <= high"),
     "rollback": ({"learning_rate": "kl:0.01", "guard": "rollback"}, 'guard="rollback" halves a learning rate'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -22,9 +22,15 @@ from tests.support.random_walk import RandomWalk
 
 T, E, K, B = 4, 8, 3, 16
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": K, "batch_size": B, "hidden_sizes": (8, 6), "replay.capacity": 320,
-    "replay.learning_starts": 64, "learning_rate": 0.01,
-}  # fmt: skip
+    "num_envs": E,
+    "unroll_length": T,
+    "num_updates": K,
+    "batch_size": B,
+    "hidden_sizes": (8, 6),
+    "replay.capacity": 320,
+    "replay.learning_starts": 64,
+    "learning_rate": 0.01,
+}
 PLAIN = {"exploration.steps": 128, "target_period": 4, "tau": 1.0, "returns.huber_delta": 1.0}
 APEX = {"returns.huber_delta": 0.5, "actor_period": 2, "target_period": 1, "tau": 0.1}
 TOTAL = {"dqn": None, "apex_dqn": 13}  # iterations of the run
@@ -70,8 +76,10 @@ def plain_update(learner, batch, weight, count, config, total):
         lambda p, m, s: np.float32(
             p - config.learning_rate * left * (m / (1 - 0.9**done)) / (np.sqrt(s / (1 - 0.999**done)) + config.adam_epsilon)
         ),
-        params, mean, square,
-    )  # fmt: skip
+        params,
+        mean,
+        square,
+    )
     if (count + 1) % config.target_period == 0:
         target_params = jax.tree.map(lambda t, p: np.float32((1 - config.tau) * t + config.tau * p), target_params, params)
     return (params, target_params, (mean, square, done)), np.asarray(error)
@@ -92,8 +100,13 @@ def plain_loop(agent, config, buffer, state, iterations, staleness, total):
     acting, history, ages = (state.params, 0), None, []
     history = [acting] * (staleness + 1)
     env_state, obs, keys, held, replay_key, pending = (
-        state.env_state, state.obs, state.actor_keys, state.replay, state.replay_key, [],
-    )  # fmt: skip
+        state.env_state,
+        state.obs,
+        state.actor_keys,
+        state.replay,
+        state.replay_key,
+        [],
+    )
     for i in range(iterations):
         params, taken_at = history[0]
         ages.append(i - taken_at)
@@ -141,7 +154,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
     state, after = state.inner, program.unwrap(after).inner
     (params, target_params, _), held, obs, ages = plain_loop(agent, config, buffer, state, 8, staleness, TOTAL[name])
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # noqa: E731
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, after.params, params)
     jax.tree.map(close, after.target_params, target_params)
     jax.tree.map(close, after.replay, held)
@@ -209,7 +222,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
         online, target = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (online, target))
         values, others = (x @ np.linspace(V_MIN, V_MAX, N) for x in (online, target))
     assert (values.argmax(-1) != others.argmax(-1)).any()
-    loss = lambda params: plain_distribution_loss(params, batch, weight, values.argmax(-1), target, distribution)  # noqa: E731
+    loss = lambda params: plain_distribution_loss(params, batch, weight, values.argmax(-1), target, distribution)
     gradient, error = jax.jit(jax.grad(loss, has_aux=True))(state.params)
     reference.assert_close(after.params, reference.adam(state.params, state.opt_state, gradient, config))
     np.testing.assert_allclose(after.pending.td_error[0], error, rtol=1e-4, atol=1e-5)
@@ -264,7 +277,7 @@ def test_periods_are_kept_where_counters_would_wrap(periodic, done):
     state = state._replace(acting_params=(state.acting_params[0], taken_at))
     after, metrics = iterate(state, done)
     assert metrics["parameter_age"] == min(done, 2)
-    same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # noqa: E731
+    same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     assert not same(after.params, state.params)
     due = (done + 1) % 3 == 0
     assert same(after.target_params, after.params if due else state.target_params)

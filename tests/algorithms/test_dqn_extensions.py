@@ -23,7 +23,7 @@ MUNCHAUSEN = {"target": Munchausen(0.8, temperature=0.5, clip=-0.6)}
 def plain_quantiles(params, obs, fraction, xp):
     """The quantiles `[B, 3, N]` at fractions `[B, N]`, row by row: one layer, times that of the cosines, one layer, a head."""
     p = params["params"]
-    relu = lambda name, x: xp.maximum(x @ p[name]["kernel"] + p[name]["bias"], 0)  # noqa: E731
+    relu = lambda name, x: xp.maximum(x @ p[name]["kernel"] + p[name]["bias"], 0)
     features = xp.maximum(obs @ p["torso"]["Dense_0"]["kernel"] + p["torso"]["Dense_0"]["bias"], 0)
     columns = []
     for j in range(fraction.shape[1]):
@@ -54,7 +54,8 @@ def plain_loss(taken, target, fraction):
 @pytest.mark.parametrize(
     ("implicit", "munchausen"),
     [
-        pytest.param(True, False, id="iqn"), pytest.param(False, True, id="m-dqn"),
+        pytest.param(True, False, id="iqn"),
+        pytest.param(False, True, id="m-dqn"),
         pytest.param(True, True, id="m-iqn", marks=pytest.mark.slow),
     ],
 )
@@ -72,9 +73,7 @@ def test_an_update_equals_an_independent_implementation(implicit, munchausen):
         return plain_quantiles(params, obs, fraction, xp) if implicit else plain_q(params, obs, False, xp)[..., None]
 
     keys = jax.random.split(key)
-    fraction, next_fraction = (
-        np.asarray(jax.random.uniform(k, (B, n))) for k, n in zip(keys, (N, TARGET_N), strict=True)
-    )
+    fraction, next_fraction = (np.asarray(jax.random.uniform(k, (B, n))) for k, n in zip(keys, (N, TARGET_N), strict=True))
     midpoints = np.tile((np.arange(K) + 0.5) / K, (B, 1))
     target_params, online = wide(state.target_params), wide(state.params)
     following = outputs(target_params, batch.next_obs, next_fraction)

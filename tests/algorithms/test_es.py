@@ -1,6 +1,5 @@
 """Evolution strategies: one iteration against an independent float64 implementation, what crosses, and what is learned."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +58,10 @@ def plain_iteration(agent, config, state):
 
     # Episodes that ended with the last iteration have been followed by new ones; the others are given up.
     fresh = agent.env.reset(jax.random.split(state.env_key)[1])
-    keep = lambda old, new: np.array([a if end else b for a, b, end in zip(old, new, ~np.asarray(state.midway), strict=True)])  # noqa: E731
-    numbers = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)  # noqa: E731
+    keep = lambda old, new: np.array([a if end else b for a, b, end in zip(old, new, ~np.asarray(state.midway), strict=True)])
+    numbers = lambda x: np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     merged = jax.tree.map(lambda a, b: keep(numbers(a), numbers(b)), (state.env_state, state.obs), fresh)
-    wrapped = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    wrapped = lambda x, like: jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
     env_state, obs = jax.tree.map(wrapped, merged, fresh)
     step, fitness, running = jax.jit(agent.env.step), np.zeros(E), np.ones(E, bool)
     for _ in range(T):
@@ -135,7 +134,7 @@ def test_noise_belongs_to_the_parameters_that_it_was_added_to():
         acted, _ = iterate(state._replace(params=behind))
         params = jax.tree.map(lambda new, old, p: p + (new - old), acted.params, behind, state.params)
         behind, state = state.params, acted._replace(params=params)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, program.unwrap(after).params, state.params)
 
 

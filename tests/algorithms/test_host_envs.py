@@ -107,9 +107,7 @@ CASES = {
     "muzero": (INTEGERS, REPLAY | {"num_simulations": 4, "model_steps": 2, "replay.n_step": 2, "latent_size": 8}),
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
-    "td3+gru": (
-        FLOATS, REPLAY | {"core": "gru:8", "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256},
-    ),
+    "td3+gru": (FLOATS, REPLAY | {"core": "gru:8", "burn_in": 2, "trace_length": 4, "replay.learning_starts": 256}),
 }
 OFTEN = {"ppo": ("Central",)}
 ITERATIONS = 4
@@ -132,9 +130,11 @@ def reference(name):
 POLICIES = [name for name in msrl.policies.names() if name != "GPUOnly"]
 MATRIX = [  # on one device under one policy each
     slow_unless(policy in OFTEN.get(name, ()) and devices == 4, name, devices, policy)
-    for i, name in enumerate(CASES) for devices in (1, 4) for k, policy in enumerate(POLICIES)
+    for i, name in enumerate(CASES)
+    for devices in (1, 4)
+    for k, policy in enumerate(POLICIES)
     if devices == 4 or k == i % len(POLICIES)
-]  # fmt: skip
+]
 
 
 @pytest.mark.long
@@ -142,9 +142,13 @@ MATRIX = [  # on one device under one policy each
 def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, devices, policy):
     agent = build(name, OnHost)
     program = msrl.compile(
-        agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)), policy=msrl.policies.get(policy), axes=agent.axes,
-        groups={"env": agent.env_group}, devices=jax.devices()[:devices],
-    )  # fmt: skip
+        agent.iteration,
+        jax.eval_shape(agent.init, jax.random.key(0)),
+        policy=msrl.policies.get(policy),
+        axes=agent.axes,
+        groups={"env": agent.env_group},
+        devices=jax.devices()[:devices],
+    )
     calls = sum(times for i, times in walk(program.instructions) if isinstance(i, HostCall))
     assert calls == SMALL["unroll_length"]
     after, metrics = program.run(program.initialize(agent.init, jax.random.key(0)), ITERATIONS)
@@ -216,7 +220,7 @@ class Noisy(OnHost):
 
                 return noisy
 
-        absent = lambda envs, steps: trouble.happens & of_third_env(envs, steps)  # noqa: E731
+        absent = lambda envs, steps: trouble.happens & of_third_env(envs, steps)
         make = functools.partial(NoisyWalks, num_envs, absent)
         return HostVectorized(self, num_envs, Stepping(make, num_envs))
 

@@ -36,10 +36,7 @@ CONFIGS = {
     "teams": {
         "num_envs": 8,
         "unroll_length": 8,
-        "teams": {
-            "one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2",
-            "two": "random:agents=walker_1",
-        },
+        "teams": {"one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2", "two": "random:agents=walker_1"},
     },
     "mappo": PROXIMAL | {"share_parameters": False, "core": "gru:8"},
 }
@@ -49,9 +46,18 @@ CONFIGS = {
 def learned():
     """A run of PPO on the lock, long enough to open it always."""
     return msrl.train(
-        "ppo", LOCK, total_steps=40_000, num_envs=32, unroll_length=16, learning_rate=1e-2, hidden_sizes=(32,), seed=1,
-        policy="GPUOnly:num_devices=1", eval_episodes=64, progress=False,
-    )  # fmt: skip
+        "ppo",
+        LOCK,
+        total_steps=40_000,
+        num_envs=32,
+        unroll_length=16,
+        learning_rate=1e-2,
+        hidden_sizes=(32,),
+        seed=1,
+        policy="GPUOnly:num_devices=1",
+        eval_episodes=64,
+        progress=False,
+    )
 
 
 @pytest.mark.slow
@@ -99,9 +105,13 @@ REPLAYING = {
 }
 
 PLANNING = {
-    "replay.learning_starts": 64, "num_simulations": 2, "latent_size": 4, "act_simulations": 2, "model_steps": 1,
+    "replay.learning_starts": 64,
+    "num_simulations": 2,
+    "latent_size": 4,
+    "act_simulations": 2,
+    "model_steps": 1,
     "replay.n_step": 1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -110,10 +120,12 @@ PLANNING = {
     [
         ("dqn", REPLAYING),
         ("muzero", REPLAYING | PLANNING),
-        *(pytest.param(algo, config, marks=pytest.mark.slow) for algo, config in
-          {"ppo": PROXIMAL, "pqn": PROXIMAL, "es": CONFIGS["es"], "sac": REPLAYING}.items()),
+        *(
+            pytest.param(algo, config, marks=pytest.mark.slow)
+            for algo, config in {"ppo": PROXIMAL, "pqn": PROXIMAL, "es": CONFIGS["es"], "sac": REPLAYING}.items()
+        ),
     ],
-)  # fmt: skip
+)
 def test_choices_that_start_elsewhere_train_as_those_from_0(algo, config):
     """Bit for bit; only what the agent does is shifted."""
     states, chosen = [], []
@@ -121,7 +133,7 @@ def test_choices_that_start_elsewhere_train_as_those_from_0(algo, config):
         env = Elsewhere(first)
         agent = make_counted(algo, env, **config)
         state = jax.jit(agent.init)(jax.random.key(3))
-        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
+        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)
         state = jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=4)[0])(state)
         states.append(state.inner.params)
         obs = {"walk": jnp.linspace(-1, 1, 24).reshape(8, 3), "time": jnp.arange(8) % 6 + first}
@@ -171,9 +183,17 @@ def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
     np.testing.assert_array_equal(played.reward, opened)
     assert abs(opened.mean() - (0.5 + 0.5 / 24)) < 5 * 0.5 / np.sqrt(600)
     cloned = msrl.train(
-        "bc", LOCK, data=str(tmp_path / "played.npz"), total_steps=400, hidden_sizes=(32,), learning_rate=1e-2,
-        batch_size=64, policy="GPUOnly:num_devices=1", eval_episodes=0, progress=False,
-    )  # fmt: skip
+        "bc",
+        LOCK,
+        data=str(tmp_path / "played.npz"),
+        total_steps=400,
+        hidden_sizes=(32,),
+        learning_rate=1e-2,
+        batch_size=64,
+        policy="GPUOnly:num_devices=1",
+        eval_episodes=0,
+        progress=False,
+    )
     np.testing.assert_array_equal(cloned.act(SHOWN), OPEN)
     wrong = data.Dataset(*(getattr(played, name) for name in data.dataset.FIELDS))
     object.__setattr__(wrong, "action", wrong.action + np.int32([0, 0, 2]))

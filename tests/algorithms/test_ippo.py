@@ -20,9 +20,14 @@ class Restless(Homes):
 
 
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES, "hidden_sizes": (8, 6),
-    "clip_value": 0.1, "normalize_values": True,
-}  # fmt: skip
+    "num_envs": E,
+    "unroll_length": T,
+    "num_epochs": EPOCHS,
+    "num_minibatches": MINIBATCHES,
+    "hidden_sizes": (8, 6),
+    "clip_value": 0.1,
+    "normalize_values": True,
+}
 CASES = {
     "ippo": ("ippo", {}),
     "ippo-gru": ("ippo", {"core": "gru:4"}),
@@ -58,7 +63,7 @@ def test_one_iteration_equals_an_independent_implementation(case):
     )
     networks = plain_update(agent, config, state, rollout, config.share_parameters)
     for i, (want, scale) in enumerate(networks):
-        own = lambda tree, i=i: tree if config.share_parameters else jax.tree.map(lambda x: x[i], tree)  # noqa: E731
+        own = lambda tree, i=i: tree if config.share_parameters else jax.tree.map(lambda x: x[i], tree)
         got, before = own(after.params["agents"]), own(state.params["agents"])
         jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), got, want)
         moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), got, before)

@@ -1,6 +1,5 @@
 """No algorithm uses a random key twice, within an iteration or in two of them."""
 
-
 import jax
 import pytest
 
@@ -15,14 +14,33 @@ from tests.support.transitions import noise
 
 ITERATIONS = 3
 SMALL = {
-    "num_envs": 4, "unroll_length": 4, "num_minibatches": 2, "num_epochs": 2, "hidden_sizes": (4,), "num_updates": 2,
-    "batch_size": 8, "replay.capacity": 64, "replay.learning_starts": 16, "replay.shards": 2,
+    "num_envs": 4,
+    "unroll_length": 4,
+    "num_minibatches": 2,
+    "num_epochs": 2,
+    "hidden_sizes": (4,),
+    "num_updates": 2,
+    "batch_size": 8,
+    "replay.capacity": 64,
+    "replay.learning_starts": 16,
+    "replay.shards": 2,
     "replay.priorities": "prioritized",
-    "core.size": 4, "burn_in": 0, "trace_length": 2, "replay.n_step": 1, "model_steps": 1, "latent_size": 4,
+    "core.size": 4,
+    "burn_in": 0,
+    "trace_length": 2,
+    "replay.n_step": 1,
+    "model_steps": 1,
+    "latent_size": 4,
     "num_simulations": 2,
-    "mixing_size": 4, "hyper_size": 4, "num_opponents": 2, "pool_size": 2, "pool_period": 1, "num_workers": 2,
-    "replay_batches": 2, "num_samples": 1,
-}  # fmt: skip
+    "mixing_size": 4,
+    "hyper_size": 4,
+    "num_opponents": 2,
+    "pool_size": 2,
+    "pool_period": 1,
+    "num_workers": 2,
+    "replay_batches": 2,
+    "num_samples": 1,
+}
 PARTICULAR = {
     "teams": {"teams": "player_0=ippo:num_minibatches=2 player_1=ippo:num_minibatches=2"},
     "impala_rnd": {"replay_batches": 0, "num_updates": 1},

@@ -25,7 +25,7 @@ def curves(name, env, steps, seeds, *, at_once=False, metric="episode_return", *
     single = algorithms.build(algorithms.make(name, options), envs.make(env) if isinstance(env, str) else env)
     length = steps // single.steps_per_iteration
     agent = counted(single, length)
-    train = lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1][metric]  # noqa: E731
+    train = lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1][metric]
     keys, tenths = [jax.random.key(seed) for seed in range(seeds)], np.array_split(np.arange(length), 10)
     if at_once:
         episodes = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), jax.jit(jax.vmap(train))(jnp.stack(keys)))
@@ -129,9 +129,14 @@ def test_with_batch_normalization_it_swings_up_within_20000_steps():
 
 
 UNSEEN = {
-    "unroll_length": 8, "num_updates": 48, "hidden_sizes": (64,), "replay.learning_starts": 1024, "learning_rate": 2e-3,
-    "tau": 0.02, "discount": 0.98,
-}  # fmt: skip
+    "unroll_length": 8,
+    "num_updates": 48,
+    "hidden_sizes": (64,),
+    "replay.learning_starts": 1024,
+    "learning_rate": 2e-3,
+    "tau": 0.02,
+    "discount": 0.98,
+}
 # With it seeds 10000 to 10002 reached -160 to -310 in 40,000 steps, without it -1,140 to -1,240.
 GRU = {"core": "gru", "batch_size": 32, "burn_in": 4, "trace_length": 8}
 
@@ -170,7 +175,7 @@ def medium(env, seed=0):
         "CartPole-v1": ("dqn", 80, 0.3, {"eval_every": 1_280, "num_updates": 8}),
         "Pendulum-v1": ("sac", -400, 0.5, {"eval_every": 320, "hidden_sizes": (64, 64)}),
     }[env]
-    half_trained = lambda tick: bool(tick.metrics["eval_return"] > enough)  # noqa: E731
+    half_trained = lambda tick: bool(tick.metrics["eval_return"] > enough)
     result = msrl.train(name, env, total_steps=100_000, seed=seed, callbacks=[half_trained], progress=False, **options)
     assert result.status == "stopped"
     return msrl.data.record(result, 20_000, epsilon=epsilon, seed=seed)
@@ -194,9 +199,15 @@ def test_medium_data_are_improved_on(algorithm, env):
 
 def test_ppo_runs_with_gymnasiums_half_cheetah():
     options = {
-        "num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4,
-        "anneal_learning_rate": True, "normalize_observations": True, "normalize_rewards": True,
-    }  # fmt: skip
+        "num_envs": 16,
+        "unroll_length": 128,
+        "num_epochs": 10,
+        "num_minibatches": 32,
+        "learning_rate": 3e-4,
+        "anneal_learning_rate": True,
+        "normalize_observations": True,
+        "normalize_rewards": True,
+    }
     result = msrl.train(
         "ppo", "gymnasium:HalfCheetah-v5", policy="MultiLearner:num_devices=1", total_steps=1_000_000, progress=False, **options
     )

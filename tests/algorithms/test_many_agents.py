@@ -24,10 +24,16 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs":
 RECURRENT = {"core": "gru:8"}
 
 REPLAY = {
-    "num_epochs": None, "num_minibatches": None, "replay.learning_starts": 128, "batch_size": 16, "num_updates": 2,
+    "num_epochs": None,
+    "num_minibatches": None,
+    "replay.learning_starts": 128,
+    "batch_size": 16,
+    "num_updates": 2,
     "replay.capacity": 2048,
-    "trace_length": 4, "mixing_size": 4, "hyper_size": 4,
-}  # fmt: skip
+    "trace_length": 4,
+    "mixing_size": 4,
+    "hyper_size": 4,
+}
 
 
 def build(algo, env, **options):
@@ -143,9 +149,10 @@ def reference(case):
 
 SELDOM = [
     ("mappo-own-gru", 8, "Central"),
-    ("maddpg", 4, "Environments"), ("qmix", 8, "MultiLearner"),
+    ("maddpg", 4, "Environments"),
+    ("qmix", 8, "MultiLearner"),
     ("alphazero", 8, "SingleLearnerCoarse"),
-]  # fmt: skip
+]
 
 
 def kind(*run):
@@ -157,9 +164,10 @@ POLICIES = sorted(msrl.policies.POLICIES)
 # On eight devices under all policies, on fewer under one: these take turns, so all cases together see every number of devices
 # under every policy.
 RUNS = [
-    *SELDOM, *((case, 8, policy) for case in CASES for policy in POLICIES),
+    *SELDOM,
+    *((case, 8, policy) for case in CASES for policy in POLICIES),
     *((case, n, POLICIES[(i + n) % len(POLICIES)]) for i, case in enumerate(CASES) for n in (1, 2, 4)),
-]  # fmt: skip
+]
 MATRIX = [kind(*run) for run in dict.fromkeys(RUNS)]
 
 
@@ -167,9 +175,13 @@ MATRIX = [kind(*run) for run in dict.fromkeys(RUNS)]
 def test_equal_under_every_policy(case, devices, policy):
     (agent, state), (final, (obs, _)) = agent_and_state(case), reference(case)
     program = msrl.compile(
-        agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, groups={"env": agent.env_group},
+        agent.iteration,
+        state,
+        policy=msrl.policies.get(policy),
+        axes=agent.axes,
+        groups={"env": agent.env_group},
         devices=jax.devices()[:devices],
-    )  # fmt: skip
+    )
     state = program.place(state)
     for i in range(ITERATIONS):
         state, _ = program.run(state, 1)

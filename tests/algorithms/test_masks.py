@@ -49,9 +49,17 @@ def trained(algo, policy=TOGETHER, record=None):
     """A run of twenty iterations on the maze."""
     config = CONFIGS[algo]
     return msrl.train(
-        algo.partition("+")[0], Maze(), policy=policy[0], devices=jax.devices()[: policy[1]], eval_episodes=0, progress=False,
-        total_steps=20 * config["num_envs"] * config["unroll_length"], chunk=10, record=record, **config,
-    )  # fmt: skip
+        algo.partition("+")[0],
+        Maze(),
+        policy=policy[0],
+        devices=jax.devices()[: policy[1]],
+        eval_episodes=0,
+        progress=False,
+        total_steps=20 * config["num_envs"] * config["unroll_length"],
+        chunk=10,
+        record=record,
+        **config,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +70,7 @@ def run_of_ppo(tmp_path_factory):
 
 
 def maze_of(state):
-    is_maze = lambda x: isinstance(x, MazeState)  # noqa: E731
+    is_maze = lambda x: isinstance(x, MazeState)
     (maze,) = (x for x in jax.tree.leaves(state, is_leaf=is_maze) if is_maze(x))
     return maze
 
@@ -97,9 +105,15 @@ def test_no_illegal_action_is_taken_after_learning_from_data(algo, run_of_ppo):
     dataset = data.load(run_of_ppo[1])
     settings = {"hidden_sizes": (8,), "batch_size": 32} | OFFLINE[algo]
     result = msrl.train(
-        algo.partition("+")[0], Maze(), data=dataset, policy="GPUOnly:num_devices=1", total_steps=1000, eval_episodes=0,
-        progress=False, **settings,
-    )  # fmt: skip
+        algo.partition("+")[0],
+        Maze(),
+        data=dataset,
+        policy="GPUOnly:num_devices=1",
+        total_steps=1000,
+        eval_episodes=0,
+        progress=False,
+        **settings,
+    )
     assert result.evaluate(32).finished.all()
 
 
@@ -173,7 +187,7 @@ def test_a_target_is_the_largest_value_of_the_legal_actions(target):
     iterate = counting(agent)
     state = start(agent, 6, iterate)
     assert not maze_of(state).broken.any()
-    preferred = lambda x: x + jnp.float32([1, 0, 0.5]) if x.shape == (3,) else x  # noqa: E731  to the left, at a wall too
+    preferred = lambda x: x + jnp.float32([1, 0, 0.5]) if x.shape == (3,) else x
     state = state._replace(**{n: jax.tree.map(preferred, getattr(state, n)) for n in ("params", "target_params")})
     after, _ = iterate(state, 6)
     batch, _ = drawn(env, config, state, after)

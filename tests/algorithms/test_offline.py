@@ -99,7 +99,7 @@ def test_an_update_of_bc_equals_an_independent_implementation(continuous):
     batch, raw, _ = drawn(config, dataset, state)
     if continuous:
         np.testing.assert_allclose(batch.action, (raw.action - np.array([0, 0.5])) / 0.5, atol=1e-6)
-    loss = lambda params: -plain_likelihood(params, batch, continuous).mean()  # noqa: E731
+    loss = lambda params: -plain_likelihood(params, batch, continuous).mean()
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     assert_close(after.params, adam(state.params, state.opt_state, gradient, config, LEFT))
@@ -114,7 +114,7 @@ def test_an_update_of_iql_equals_an_independent_implementation(continuous):
     returns = np.add.reduceat(dataset.reward, np.arange(0, len(dataset), LENGTH))
     np.testing.assert_allclose(batch.reward, raw.reward / ((returns.max() - returns.min()) / LENGTH), rtol=1e-4)
     assert set(np.unique(batch.discount)) == {0, np.float32(0.99)}
-    value = lambda params, obs: plain_mlp(params, obs)[:, 0]  # noqa: E731
+    value = lambda params, obs: plain_mlp(params, obs)[:, 0]
 
     @jax.jit
     def constants(params, target_critic):
@@ -223,7 +223,7 @@ def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
     agent, config, dataset = make("cql", False, conservative_weight=0.6, tau=0.1)
     state, after, metrics = two_states(agent)
     batch, _, _ = drawn(config, dataset, state)
-    q = lambda params, obs, xp=np: plain_q(params, obs, False, xp)  # noqa: E731
+    q = lambda params, obs, xp=np: plain_q(params, obs, False, xp)
     best = q(wide(state.params), batch.next_obs).argmax(-1)
     target = batch.reward + batch.discount * q(wide(state.target_params), batch.next_obs)[np.arange(B), best]
 
@@ -291,9 +291,17 @@ def train(tmp_path_factory):
     path = tmp_path_factory.mktemp("offline") / "noise.npz"
     data.save(noise(RandomWalk()), path)
     return lambda **seeds: msrl.train(
-        "iql", RandomWalk(), data=str(path), total_steps=40, chunk=2, eval_episodes=8, progress=False,
-        devices=jax.devices()[:1], **seeds, **SMALL | {"num_updates": 10},
-    )  # fmt: skip
+        "iql",
+        RandomWalk(),
+        data=str(path),
+        total_steps=40,
+        chunk=2,
+        eval_episodes=8,
+        progress=False,
+        devices=jax.devices()[:1],
+        **seeds,
+        **SMALL | {"num_updates": 10},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_the_expectile_loss_is_least_at_the_expectile(numbers, expectile):
 
 def test_the_log_partition_equals_numerical_integration():
     """Of a value with two humps on one action in [-1, 1], from draws of three densities: uniform, rising and falling."""
-    value = lambda a: 2 * jnp.sin(5 * a) + a  # noqa: E731
+    value = lambda a: 2 * jnp.sin(5 * a) + a
     grid = np.linspace(-1, 1, 200_001)
     exact = np.log(np.trapezoid(np.exp(2 * np.sin(5 * grid) + grid), grid))
 

@@ -59,7 +59,7 @@ def plain_outputs(params, obs, is_first=None, carry=(), xp=np):
     if not carry:
         return *plain_network(params, obs, False, xp), ()
     x, heads = obs, params["heads"]["params"]
-    dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
+    dense = lambda p, x: x @ p["kernel"] + p["bias"]
     for layer in ("Dense_0", "Dense_1"):
         x = xp.tanh(dense(params["torso"]["params"][layer], x))
     x, (hidden,) = plain_core("gru", params["core"], x, is_first, carry, xp)
@@ -77,14 +77,14 @@ def plain_rollout(agent, acting, env_state, obs, actor_keys, carry=()):
     is_first, carry = np.zeros(E, bool), tuple(map(np.asarray, carry))
 
     def network(obs, is_first, carry):
-        shares = lambda x: np.split(np.asarray(x), len(acting))  # noqa: E731
+        shares = lambda x: np.split(np.asarray(x), len(acting))
         wide_obs = np.asarray(obs, np.float64)
         each = [
             plain_outputs(params, obs[None], first[None], carry)
             for params, obs, first, *carry in zip(acting, shares(wide_obs), shares(is_first), *map(shares, carry), strict=True)
         ]
         outputs, value, carry = zip(*each, strict=True)
-        whole = lambda x: np.concatenate(x, 1)[0]  # noqa: E731
+        whole = lambda x: np.concatenate(x, 1)[0]
         return whole(outputs), whole(value), tuple(np.concatenate(x) for x in zip(*carry, strict=True))
 
     columns, step, before = [], jax.jit(agent.env.step), (is_first, carry)
@@ -151,12 +151,12 @@ def plain_rmsprop(params, mean_square, gradient, config):
     norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
     gradient = jax.tree.map(lambda g: g * min(1.0, config.max_grad_norm / norm), gradient)
     mean_square = jax.tree.map(lambda m, g: config.rms_decay * m + (1 - config.rms_decay) * g**2, mean_square, gradient)
-    step = lambda p, g, m: (p - config.learning_rate * g / np.sqrt(m + config.epsilon)).astype(np.float32)  # noqa: E731
+    step = lambda p, g, m: (p - config.learning_rate * g / np.sqrt(m + config.epsilon)).astype(np.float32)
     return jax.tree.map(step, params, gradient, mean_square), mean_square
 
 
 def assert_close(got, want):
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)  # noqa: E731
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)
     jax.tree.map(close, got, want)
 
 
@@ -169,7 +169,7 @@ def assert_close(got, want):
             for case in ((False, {}, 1.0), (True, {}, 0.9), (False, {}, 0.9), (True, {}, 1.0), (False, GRU, 0.9))
         ),
     ],
-)  # fmt: skip
+)
 def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, core, gae_lambda):
     over = "batch" if gae_lambda < 1 else "none"
     agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda, normalize_advantage=over, **core)

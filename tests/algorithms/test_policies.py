@@ -125,9 +125,7 @@ def places(index, algorithm, env):
     return dict.fromkeys([*zip((1, 2, 4), turned, strict=False), *((8, policy) for policy in policies), *chosen])
 
 
-MATRIX = [
-    case(*kind, num_devices, policy) for index, kind in enumerate(CASES) for num_devices, policy in places(index, *kind)
-]
+MATRIX = [case(*kind, num_devices, policy) for index, kind in enumerate(CASES) for num_devices, policy in places(index, *kind)]
 
 
 def build(name, env, **overrides):
@@ -200,5 +198,3 @@ def test_images_and_grids(algorithm, env):
         assert relative_difference(a, b) < 1e-5 < relative_difference(a, before)
     for a, b in zip(*map(jax.tree.leaves, (metrics, others)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-
-

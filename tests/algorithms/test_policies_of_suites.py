@@ -12,19 +12,28 @@ from tests.support.slow import slow_unless
 from tests.support.small_runs import relative_difference
 
 ENVS = [
-    "brax:inverted_pendulum", "playground:CartpoleBalance", "craftax:Craftax-Classic-Symbolic-v1:reset_ratio=2",
-    "jumanji:Maze-v0", "xminigrid:MiniGrid-DoorKey-5x5",
-]  # fmt: skip
+    "brax:inverted_pendulum",
+    "playground:CartpoleBalance",
+    "craftax:Craftax-Classic-Symbolic-v1:reset_ratio=2",
+    "jumanji:Maze-v0",
+    "xminigrid:MiniGrid-DoorKey-5x5",
+]
 # Adam divides a gradient near 0 by its size, so that a step depends on its rounding.
 CONFIG = {
-    "num_envs": 16, "unroll_length": 4, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (16,),
-    "optimizer": "sgd", "learning_rate": 0.02,
-}  # fmt: skip
+    "num_envs": 16,
+    "unroll_length": 4,
+    "num_epochs": 1,
+    "num_minibatches": 2,
+    "hidden_sizes": (16,),
+    "optimizer": "sgd",
+    "learning_rate": 0.02,
+}
 ITERATIONS = 2
 MATRIX = [
     slow_unless((env, policy) == (ENVS[-1], "SingleLearnerCoarse"), env, policy, id=f"{env.split(':')[0]}-{policy}")
-    for env in ENVS for policy in msrl.policies.names()
-]  # fmt: skip
+    for env in ENVS
+    for policy in msrl.policies.names()
+]
 
 
 @functools.cache

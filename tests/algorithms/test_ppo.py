@@ -76,7 +76,8 @@ class Image:
 
 
 @pytest.mark.parametrize(
-    "env", [RandomWalk(), *(pytest.param(x, marks=pytest.mark.slow) for x in (RandomWalk(True), Image()))],
+    "env",
+    [RandomWalk(), *(pytest.param(x, marks=pytest.mark.slow) for x in (RandomWalk(True), Image()))],
     ids=["mlp", "normal", "cnn"],
 )
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):

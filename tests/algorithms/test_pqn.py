@@ -16,9 +16,17 @@ from tests.support.recurrent import plain_core
 
 T, E, EPOCHS, MINIBATCHES, DONE = 8, 8, 2, 4, 5
 CONFIG = PQN(
-    num_envs=E, unroll_length=T, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, hidden_sizes=(8, 6), learning_rate=0.01,
-    exploration=Annealed(16 * T * E, 0.02), max_grad_norm=0.5, q_lambda=0.7, discount=0.9,
-)  # fmt: skip
+    num_envs=E,
+    unroll_length=T,
+    num_epochs=EPOCHS,
+    num_minibatches=MINIBATCHES,
+    hidden_sizes=(8, 6),
+    learning_rate=0.01,
+    exploration=Annealed(16 * T * E, 0.02),
+    max_grad_norm=0.5,
+    q_lambda=0.7,
+    discount=0.9,
+)
 
 
 def plain_q(params, x, xp):
@@ -106,9 +114,7 @@ def plain_recurrent_q(params, obs, begins, carry, xp):
 @pytest.mark.long
 def test_an_iteration_with_a_core_equals_a_loop_along_unrolls():
     """Values depend on the episode so far, and the gradient flows back to the first step of the unroll."""
-    config = dataclasses.replace(
-        CONFIG, num_epochs=1, num_minibatches=1, hidden_sizes=(6,), layer_norm=False, core=GRU(H)
-    )
+    config = dataclasses.replace(CONFIG, num_epochs=1, num_minibatches=1, hidden_sizes=(6,), layer_norm=False, core=GRU(H))
     agent = algorithms.build(config, RandomWalk())
     iterate = counting(agent)
     state = start(agent, DONE, iterate)

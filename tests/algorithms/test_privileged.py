@@ -24,16 +24,28 @@ from tests.support.small_runs import PARTICULAR, SMALL
 FLOATS = envs.Box(-1, 1, (1,))
 ON = {"num_envs": 32, "unroll_length": 16, "hidden_sizes": (16,), "discount": 0.5, "learning_rate": 3e-3}
 OFF = {
-    "num_envs": 16, "hidden_sizes": (32,), "discount": 0.5, "learning_rate": 1e-2, "batch_size": 64, "replay.capacity": 2048,
-    "replay.learning_starts": 64, "num_updates": 8, "tau": 0.05,
-}  # fmt: skip
+    "num_envs": 16,
+    "hidden_sizes": (32,),
+    "discount": 0.5,
+    "learning_rate": 1e-2,
+    "batch_size": 64,
+    "replay.capacity": 2048,
+    "replay.learning_starts": 64,
+    "num_updates": 8,
+    "tau": 0.05,
+}
 LEARNING = {
-    "ppo": ON, "recurrent_ppo": ON | {"core.size": 8}, "impala": ON, "a2c": ON, "a3c": ON | {"num_workers": 2},
+    "ppo": ON,
+    "recurrent_ppo": ON | {"core.size": 8},
+    "impala": ON,
+    "a2c": ON,
+    "a3c": ON | {"num_workers": 2},
     "a3c+memory": ON | {"num_workers": 2, "core": "gru:8"},
-    "sac": OFF | {"initial_temperature": 1e-3, "learn_temperature": False}, "td3": OFF,
+    "sac": OFF | {"initial_temperature": 1e-3, "learn_temperature": False},
+    "td3": OFF,
     "iql": {name: OFF[name] for name in ("hidden_sizes", "discount", "learning_rate", "batch_size", "tau")}
     | {"num_updates": 8, "normalize_rewards": False},
-}  # fmt: skip
+}
 LEARNING["cql"] = {name: x for name, x in LEARNING["iql"].items() if name != "normalize_rewards"}
 LEARNING["cql"] |= {"conservative_weight": 0.0, "initial_temperature": 1e-3, "learn_temperature": False}
 ALGORITHMS = sorted(LEARNING)
@@ -42,9 +54,16 @@ ALGORITHMS = sorted(LEARNING)
 def recorded(env, steps=400):
     """The steps of random actions in two copies of an environment."""
     result = msrl.train(
-        "ppo", env, total_steps=8, num_envs=4, unroll_length=2, num_minibatches=1, hidden_sizes=(4,), progress=False,
+        "ppo",
+        env,
+        total_steps=8,
+        num_envs=4,
+        unroll_length=2,
+        num_minibatches=1,
+        hidden_sizes=(4,),
+        progress=False,
         eval_episodes=0,
-    )  # fmt: skip
+    )
     return data.record(result, steps, num_envs=2)
 
 
@@ -164,9 +183,18 @@ def test_no_actor_gets_what_only_the_critic_sees(algorithm):
 @pytest.mark.slow
 def test_a_trained_policy_needs_only_what_actors_see():
     result = msrl.train(
-        "ppo", cartpole(), num_envs=8, unroll_length=8, hidden_sizes=(8,), num_minibatches=2, total_steps=256, progress=False,
-        normalize_observations=True, eval_episodes=0, seeds=2,
-    )  # fmt: skip
+        "ppo",
+        cartpole(),
+        num_envs=8,
+        unroll_length=8,
+        hidden_sizes=(8,),
+        num_minibatches=2,
+        total_steps=256,
+        progress=False,
+        normalize_observations=True,
+        eval_episodes=0,
+        seeds=2,
+    )
     obs = np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)
     state = jax.device_get(result.member_state(1))
     running = state.env_state.running

@@ -26,10 +26,21 @@ from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 6, 16, 5, 3, 4, 3
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 480, "replay.learning_starts": 96,
-    "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N, "hidden_sizes": (6,), "core.size": H, "exploration.steps": 96,
-    "exploration.final": 1e-6, "learning_rate": 3e-3,
-}  # fmt: skip
+    "num_envs": E,
+    "unroll_length": T,
+    "num_updates": 1,
+    "batch_size": B,
+    "replay.capacity": 480,
+    "replay.learning_starts": 96,
+    "burn_in": BURN_IN,
+    "trace_length": L,
+    "replay.n_step": N,
+    "hidden_sizes": (6,),
+    "core.size": H,
+    "exploration.steps": 96,
+    "exploration.final": 1e-6,
+    "learning_rate": 3e-3,
+}
 TOTAL = 1000  # iterations of the run
 # A squared loss of the return with importance weights; and a Huber loss of squeezed returns without, in a plain head.
 OPTIONS = {
@@ -41,13 +52,13 @@ OPTIONS = {
 
 def plain_values(core, params, obs, begins, memory, xp=np):
     """Action values `[T, E, A]` and memories `[T, E, H]`, written out."""
-    dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
+    dense = lambda p, x: x @ p["kernel"] + p["bias"]
     features = xp.maximum(dense(params["torso"]["params"]["Dense_0"], obs), 0)
     _, memories = plain_core(core.option, params["core"], features, begins, memory, xp)
     p, h = params["heads"]["params"], memories[0]
     if "head" in p:
         return dense(p["head"], h), memories
-    relu = lambda p: xp.maximum(dense(p, h), 0)  # noqa: E731
+    relu = lambda p: xp.maximum(dense(p, h), 0)
     value, advantage = dense(p["value_head"], relu(p["value_stream"])), dense(p["advantage_head"], relu(p["advantage_stream"]))
     return value + advantage - advantage.mean(-1, keepdims=True), memories
 
@@ -81,9 +92,12 @@ def plain_targets(reward, next_value, terminated, truncated, discount, n, epsilo
 
 @settings(max_examples=30, deadline=None)
 @given(
-    seed=st.integers(0, 2**32 - 1), n=st.sampled_from([1, 3, 5]), epsilon=st.sampled_from([None, 1e-3, 0.1]),
-    discount=st.sampled_from([0.0, 0.9, 1.0]), ends=st.sampled_from([0.0, 0.3, 0.8]),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    n=st.sampled_from([1, 3, 5]),
+    epsilon=st.sampled_from([None, 1e-3, 0.1]),
+    discount=st.sampled_from([0.0, 0.9, 1.0]),
+    ends=st.sampled_from([0.0, 0.3, 0.8]),
+)
 def test_targets_equal_a_loop_across_the_ends_of_episodes(seed, n, epsilon, discount, ends):
     numbers = np.random.default_rng(seed)
     reward, next_value = numbers.normal(size=(2, 9, 2)).astype(np.float32) * np.float32([[[1]], [[5]]])
@@ -120,7 +134,7 @@ def walk(request):
     config = msrl.algorithms.make(R2D2, SMALL | OPTIONS[request.param])
     env, ready = RandomWalk(), objects(config)
     agent = ready.build(env)
-    heads = lambda torso: value_heads(torso, env.action_space, ready, dueling=config.dueling)  # noqa: E731
+    heads = lambda torso: value_heads(torso, env.action_space, ready, dueling=config.dueling)
     network = recurrent_network(env.observation_space, heads, ready)
     buffer = sequence_buffer(observation_type(env), action_type(env.action_space), config, network.initial_carry(()))
     return agent, config, network, buffer, counting(agent, TOTAL)
@@ -132,7 +146,7 @@ def walked(walk):
     agent, *_, iterate = walk
     state = start(agent, 9, iterate)
     keys = iter(jax.random.split(jax.random.key(1), 64))
-    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)  # noqa: E731
+    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
     state = state._replace(params=far(state.params), target_params=far(state.target_params))
     after, _ = iterate(state, 9)
     return state, after

@@ -85,7 +85,7 @@ def test_gradients_equal_the_plain_loop(unrolled):
         found = jax.tree.leaves(unroll(params, inputs, is_first, carry))
         return sum((jax.random.normal(jax.random.key(i), x.shape) * x).sum() for i, x in enumerate(found))
 
-    grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, carry)  # noqa: E731
+    grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, carry)
     want = grad(plain)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
@@ -149,7 +149,7 @@ def walk(request):
 
 def plain_network(core, params, obs, is_first, carry, xp=jnp):
     """Log-probabilities of all actions, values and carry, written out."""
-    dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
+    dense = lambda p, x: x @ p["kernel"] + p["bias"]
     features = xp.tanh(dense(params["torso"]["params"]["Dense_0"], obs))
     h, carries = plain_core(core, params["core"], features, is_first, carry, xp)
     heads = params["heads"]["params"]
@@ -170,9 +170,7 @@ def plain_rollout(core, agent, state):
     env_state, obs, is_first = state.env_state, state.obs, np.zeros(SMALL["num_envs"], bool)
     carry, columns, step = tuple(np.asarray(m, np.float64) for m in state.carry), [], jax.jit(agent.env.step)
     for t in range(steps):
-        one = lambda x, is_first, carry: plain_network(  # noqa: E731
-            core, params, np.asarray(x, np.float64)[None], is_first[None], carry, np
-        )
+        one = lambda x, is_first, carry: plain_network(core, params, np.asarray(x, np.float64)[None], is_first[None], carry, np)
         log_probs, value, carry = one(obs, is_first, carry)
         cumulative = np.cumsum(np.exp(log_probs[0]), -1)
         action = np.array([np.searchsorted(c, jax.random.uniform(k)) for c, k in zip(cumulative, keys[:, t], strict=True)])
@@ -196,7 +194,7 @@ def plain_update(config, state, rollout, num_updates=None):
         future = np.where(truncated[t], bootstrap_value[t], future) * ~terminated[t]
         after = reward[t] + config.discount * (future + config.gae_lambda * after * ~(terminated[t] | truncated[t])) - value[t]
         advantage[t], future = after, value[t]
-    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)
     per_minibatch, target = config.normalize_advantage == "minibatch", advantage + value
     value, target = (x / plain_value_scale(state.value_scale, target) for x in (value, target))
     advantage = advantage if per_minibatch else standardize(advantage)
@@ -242,7 +240,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any() and state.carry[0].any() and carry[0].any()
     after, _ = jax.jit(agent.iteration)(state)
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)  # noqa: E731
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
     jax.tree.map(close, (after.obs, after.carry), (obs, carry))
     want, _ = plain_update(config, state, rollout)
     jax.tree.map(close, after.params, want)

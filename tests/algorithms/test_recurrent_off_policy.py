@@ -19,10 +19,19 @@ from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 4, 16, 5, 3, 4, 2
 SMALL = {
-    "num_envs": E, "unroll_length": T, "num_updates": 1, "batch_size": B, "replay.capacity": 512, "replay.learning_starts": 128,
-    "hidden_sizes": (6,), "core": f"gru:{H}", "burn_in": BURN_IN, "trace_length": L, "replay.n_step": N,
+    "num_envs": E,
+    "unroll_length": T,
+    "num_updates": 1,
+    "batch_size": B,
+    "replay.capacity": 512,
+    "replay.learning_starts": 128,
+    "hidden_sizes": (6,),
+    "core": f"gru:{H}",
+    "burn_in": BURN_IN,
+    "trace_length": L,
+    "replay.n_step": N,
     "learning_rate": 3e-3,
-}  # fmt: skip
+}
 PARTS = ("actor", "critic")
 
 
@@ -100,7 +109,7 @@ def test_one_update_equals_a_loop_over_the_steps_of_windows(name):
     state = start(agent, 9, iterate)
     # Parameters far from those at the start, so that much depends on what is remembered.
     keys = iter(jax.random.split(jax.random.key(1), 99))
-    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)  # noqa: E731
+    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
     state = state._replace(params=state.params | {part: far(state.params[part]) for part in PARTS})
     state = state._replace(target_params=far(state.target_params))
     after, metrics = iterate(state, 9)
@@ -113,22 +122,22 @@ def test_one_update_equals_a_loop_over_the_steps_of_windows(name):
     assert window.terminated.any() and (window.truncated & ~window.terminated).any() and ends[:BURN_IN].any()
     assert all(window.carry[part][0].any() for part in PARTS)
     reward, weight, last = sums(window, config.discount)
-    of_last = lambda x: jnp.take_along_axis(x, last[..., None], 0)  # noqa: E731
+    of_last = lambda x: jnp.take_along_axis(x, last[..., None], 0)
 
     key, params = jax.random.split(state.key)[1], state.params
     # Steps are in the order of windows.
-    by_step = lambda noise: np.asarray(noise).reshape(B, L, 2).swapaxes(0, 1)  # noqa: E731
-    draw = lambda keys: jnp.stack([jax.random.normal(k, (2,)) for k in keys])  # noqa: E731
+    by_step = lambda noise: np.asarray(noise).reshape(B, L, 2).swapaxes(0, 1)
+    draw = lambda keys: jnp.stack([jax.random.normal(k, (2,)) for k in keys])
     if name == "sac":
         next_noise, noise = (by_step(draw(keys)) for keys in jax.random.split(key, (2, B * L)))
         temperature, target_critic = np.exp(params["log_temperature"]), state.target_params
-        policy = lambda actor, features, noise: squashed(plain_head(actor["heads"], features), noise)  # noqa: E731
+        policy = lambda actor, features, noise: squashed(plain_head(actor["heads"], features), noise)
         features = of_last(along("actor", params["actor"], window, params["actor"])[1])
         next_action, log_prob = policy(params["actor"], features, next_noise)
     else:
         noise = np.clip(0.2 * by_step(draw(jax.random.split(key, B * L))), -0.5, 0.5)
         temperature, target_critic, target_actor = 0.0, state.target_params["critic"], state.target_params["actor"]
-        policy = lambda actor, features, _: (jnp.tanh(plain_head(actor["heads"], features)), 0.0)  # noqa: E731
+        policy = lambda actor, features, _: (jnp.tanh(plain_head(actor["heads"], features)), 0.0)
         features = of_last(along("actor", target_actor, window, target_actor)[1])
         next_action, log_prob = jnp.clip(policy(target_actor, features, None)[0] + noise, -1, 1), 0.0
     seen = of_last(along("critic", target_critic, window, target_critic)[1])
@@ -200,7 +209,7 @@ def test_devices_exchange_gradients_once_and_actors_receive_the_actor_and_what_c
 def test_critics_join_what_they_remember_the_action_and_what_they_alone_see(name):
     agent, _ = build(name, pendulum())
     params = jax.eval_shape(agent.init, jax.random.key(0)).params
-    inputs = lambda part: params[part]["heads"]["params"]["torso"]["Dense_0"]["kernel"].shape[-2]  # noqa: E731
+    inputs = lambda part: params[part]["heads"]["params"]["torso"]["Dense_0"]["kernel"].shape[-2]
     assert (inputs("actor"), inputs("critic")) == (H, H + 3 + 1)
 
 

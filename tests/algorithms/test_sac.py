@@ -64,9 +64,14 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
     """TQC: targets are the pooled quantiles without the largest, and the actor climbs the mean of all."""
     env, count, dropped = RandomWalk(True), 5, 2
     agent, config = build(
-        "sac", env, returns=TQC(count, dropped), num_critics=3, num_updates=1,
-        initial_temperature=0.3, normalize_observations=True,
-    )  # fmt: skip
+        "sac",
+        env,
+        returns=TQC(count, dropped),
+        num_critics=3,
+        num_updates=1,
+        initial_temperature=0.3,
+        normalize_observations=True,
+    )
     iterate = counting(agent, 20)
     state = start(agent, 6, iterate)
     after, metrics = iterate(state, 6)
@@ -77,9 +82,7 @@ def test_an_update_with_quantiles_of_standardized_observations_equals_an_indepen
     keys = jax.random.split(key, (2, B))
     noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))
     temperature = np.exp(params["log_temperature"])
-    quantiles = lambda critic, *inputs: jnp.stack(  # noqa: E731
-        [plain_mlp(one(critic, i), jnp.concatenate(inputs, -1)) for i in range(3)]
-    )
+    quantiles = lambda critic, *inputs: jnp.stack([plain_mlp(one(critic, i), jnp.concatenate(inputs, -1)) for i in range(3)])
     next_action, next_log_prob = plain_policy(params, batch.next_obs, noises[0], True)
     pooled = quantiles(state.target_params, batch.next_obs, next_action).swapaxes(0, 1).reshape(B, -1)
     kept = np.sort(pooled)[:, : 3 * (count - dropped)]

@@ -63,9 +63,10 @@ def marks(name, space):
     ("name", "action_space"),
     [
         pytest.param(name, space, id=f"{name}-{kind}", marks=marks(name, space))
-        for name in ALGORITHMS for kind, space in (("choice", CHOICE), ("motion", MOTION))
+        for name in ALGORITHMS
+        for kind, space in (("choice", CHOICE), ("motion", MOTION))
     ],
-)  # fmt: skip
+)
 def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
     config = msrl.algorithms.make(name, arguments(name, env))
@@ -76,15 +77,16 @@ def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_wit
     agent = counted(msrl.algorithms.build(config, env), 9)
     state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
     after, metrics = jax.eval_shape(agent.iteration, state)
-    kind = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))  # noqa: E731
+    kind = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))
     assert jax.tree.map(kind, after) == jax.tree.map(kind, state)
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
 OTHERS = {
-    "truth values": Box(False, True, (2,), bool), "several actions": Tuple((CHOICE, CHOICE)),
+    "truth values": Box(False, True, (2,), bool),
+    "several actions": Tuple((CHOICE, CHOICE)),
     "named actions": Dict({"a": MOTION}),
-}  # fmt: skip
+}
 
 
 WINDOWS = {"trace_length": 2, "burn_in": 1}
@@ -130,9 +132,11 @@ class Wandering(Still):
     ("name", "kind"),
     [
         slow_unless((kind, name) == ("parts", "ppo"), name, kind)
-        for name in ALGORITHMS if name not in ("bc", "cql", "iql") for kind in OBSERVED
+        for name in ALGORITHMS
+        if name not in ("bc", "cql", "iql")
+        for kind in OBSERVED
     ],
-)  # fmt: skip
+)
 def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(name, kind):
     env = Wandering(OBSERVED[kind], MOTION if REFUSED.get(name) == CHOICE else CHOICE)
     fields = all_fields(msrl.algorithms.get(name)())
@@ -178,7 +182,7 @@ def test_data_of_any_space_train_as_the_vectors_that_they_flatten_to(name):
     for each, rows in ((env, dataset), (vectors, dataclasses.replace(dataset, **flat))):
         given = {key: value for key, value in small.items() if key in fields}
         agent = make_counted(name, each, **given, hidden_sizes=(4,), data=rows)
-        step = lambda s, _, agent=agent: agent.iteration(s)  # noqa: E731
+        step = lambda s, _, agent=agent: agent.iteration(s)
         state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
         state, metrics = jax.jit(lambda s, step=step: jax.lax.scan(step, s, length=4))(state)
         params.append(innermost(state).params)

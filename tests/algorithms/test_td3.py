@@ -1,6 +1,5 @@
 """TD3 and DDPG: updates against implementations written out here, what devices exchange, and what is refused."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,14 +72,12 @@ def compare_update(name, config, state, after, metrics, left, moves):
 def test_an_update_with_probabilities_of_atoms_equals_an_independent_implementation():
     """As FastTD3: the target is that of the critic with the lower mean; the actor climbs the first critic's mean."""
     env, atoms = RandomWalk(True), np.linspace(V_MIN, V_MAX, N)
-    agent, config = build(
-        "td3", env, returns=C51(V_MIN, V_MAX, N), num_updates=1, policy_noise=0.0, policy_period=1
-    )
+    agent, config = build("td3", env, returns=C51(V_MIN, V_MAX, N), num_updates=1, policy_noise=0.0, policy_period=1)
     iterate = counting(agent)
     state = start(agent, 6, iterate)
     after, metrics = iterate(state, 6)
     batch, _ = drawn(env, config, state, after)
-    masses = lambda critic, *inputs: jax.nn.softmax(plain_mlp(critic, jnp.concatenate(inputs, -1)))  # noqa: E731
+    masses = lambda critic, *inputs: jax.nn.softmax(plain_mlp(critic, jnp.concatenate(inputs, -1)))
     next_action = jnp.tanh(plain_mlp(state.target_params["actor"], batch.next_obs))
     both = np.stack([masses(one(state.target_params["critic"], i), batch.next_obs, next_action) for i in range(2)])
     lowest = (both @ atoms).argmin(0)

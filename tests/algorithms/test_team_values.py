@@ -19,9 +19,16 @@ from tests.support.slow import slow_unless
 
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {
-    "num_envs": 4, "unroll_length": 4, "hidden_sizes": (5,), "learning_rate": 1e-3, "discount": DISCOUNT, "max_grad_norm": 1e6,
-    "replay.capacity": 256, "replay.learning_starts": None, "num_updates": 1,
-}  # fmt: skip
+    "num_envs": 4,
+    "unroll_length": 4,
+    "hidden_sizes": (5,),
+    "learning_rate": 1e-3,
+    "discount": DISCOUNT,
+    "max_grad_norm": 1e6,
+    "replay.capacity": 256,
+    "replay.learning_starts": None,
+    "num_updates": 1,
+}
 NOWHERE = replay.Indices(*np.zeros((2, 1), np.int32))
 
 
@@ -61,7 +68,7 @@ def learning(module, env, config, seed):
         return moments.get("", moments), team.pending.td_error[0], stats
 
     state, rng = jax.jit(agent.init)(jax.random.key(seed)), np.random.default_rng(seed)
-    far = lambda tree: jax.tree.map(lambda x: x + np.float32(0.4 * rng.normal(size=x.shape)), tree)  # noqa: E731
+    far = lambda tree: jax.tree.map(lambda x: x + np.float32(0.4 * rng.normal(size=x.shape)), tree)
     team = state.teams["agents"]
     team = team._replace(target_params=far(team.target_params))
     return state._replace(params=far(state.params), teams={"agents": team}), updated
@@ -193,8 +200,8 @@ def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     got, error, stats = updated(state, w, weight)
 
     online, target = wide(state.params["agents"]), wide(state.teams["agents"].target_params)
-    values = lambda params, obs: per_agent(params["agents"], lambda i: np.float64(obs.obs.obs[..., i, :]), shared)  # noqa: E731
-    taken = lambda values, action: np.take_along_axis(values, action[..., None], -1)[..., 0]  # noqa: E731
+    values = lambda params, obs: per_agent(params["agents"], lambda i: np.float64(obs.obs.obs[..., i, :]), shared)
+    taken = lambda values, action: np.take_along_axis(values, action[..., None], -1)[..., 0]
     best = np.where(w.next_obs.obs.action_mask, values(online, w.next_obs), -np.inf).argmax(-1)
     next_value = joint_value(target, taken(values(target, w.next_obs), best), w.next_obs, mixer)
     goal = np.zeros((S - STEPS + 1, B))
@@ -254,7 +261,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     key = jax.random.split(team.key)[1]  # of the one update
     keys = jax.vmap(lambda key: jax.random.split(key, rows))(jax.random.split(key))
     noises = np.asarray(jax.vmap(jax.vmap(lambda key: jax.random.gumbel(key, (A, N))))(keys))
-    features = lambda obs: np.float64(obs.obs.obs if discrete else obs.obs)  # noqa: E731
+    features = lambda obs: np.float64(obs.obs.obs if discrete else obs.obs)
 
     def output(actors, obs):
         return per_agent(actors, lambda i: features(obs)[:, i], shared)
@@ -268,7 +275,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
 
     def q(critics, obs, joint_of):
         """Values `[rows, A]`; the critic of agent i sees `joint_of(i)` `[rows, A, size]`, of the present agents."""
-        seen = lambda i: np.concatenate(  # noqa: E731
+        seen = lambda i: np.concatenate(
             [with_id(np.float64(obs.state), i) if shared else np.float64(obs.state)]
             + [np.where(obs.valid[:, j, None], joint_of(i)[:, j], 0.0) for j in range(A)],
             -1,
@@ -321,9 +328,16 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     """Generalized advantages (arXiv 1506.02438, eq. 16) of agents that end at different times, from the critic's values."""
     length, num_envs, gae_lambda = 6, 2, 0.8
     config = algorithms.MAPPO(
-        num_envs=num_envs, unroll_length=length, num_epochs=1, num_minibatches=1, hidden_sizes=(5,), activation="relu",
-        discount=DISCOUNT, gae_lambda=gae_lambda, normalize_advantage="none",
-    )  # fmt: skip
+        num_envs=num_envs,
+        unroll_length=length,
+        num_epochs=1,
+        num_minibatches=1,
+        hidden_sizes=(5,),
+        activation="relu",
+        discount=DISCOUNT,
+        gae_lambda=gae_lambda,
+        normalize_advantage="none",
+    )
     env, rng = Leaving(), np.random.default_rng(11)
 
     def as_statistics(config, policy, value, taken, advantage, old_value, target):
@@ -349,14 +363,23 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
         reward = np.where(valid, np.float32(rng.normal(size=(*shape, A))), np.float32(0))
         time = np.broadcast_to(np.arange(length, dtype=np.int32)[:, None, None], (*shape, A))  # as actions, to find steps again
         experience = Experience(
-            jax.tree.map(lambda x: x[:-1], now.obs), now.state[:-1], np.zeros(shape, bool), time,
-            (np.zeros((*shape, A), np.float32), (), ((), ())), reward, terminated, truncated, valid, final.obs, final.state,
-        )  # fmt: skip
+            jax.tree.map(lambda x: x[:-1], now.obs),
+            now.state[:-1],
+            np.zeros(shape, bool),
+            time,
+            (np.zeros((*shape, A), np.float32), (), ((), ())),
+            reward,
+            terminated,
+            truncated,
+            valid,
+            final.obs,
+            final.state,
+        )
         after = Now(jax.tree.map(lambda x: x[-1], now.obs), now.state[-1], np.zeros(num_envs, bool))
         metrics = jax.jit(team.learn)(params, rest, experience, after, team.initial_carry(num_envs), Progress(counter()))[2]
 
     critic = wide(params["critic"])
-    value = lambda state: np.stack([mlp(critic, with_id(np.float64(state), i))[..., 0] for i in range(A)], -1)  # noqa: E731
+    value = lambda state: np.stack([mlp(critic, with_id(np.float64(state), i))[..., 0] for i in range(A)], -1)
     here, bootstrap = value(now.state), value(final.state)
     want = np.zeros((*shape, A))
     for e, a in np.ndindex(num_envs, A):

@@ -53,9 +53,7 @@ def test_a_team_of_all_agents_is_the_algorithm_alone():
 def test_every_team_acts_for_its_agents_and_learns_from_their_rewards():
     """With every other agent in a team: one team learns its wishes, the other keeps acting at random, so half as often."""
     fields = TEXT.partition(":")[2] + ",learning_rate=0.01"
-    result = msrl.train(
-        "teams", Wishes(), total_steps=40 * 128, teams={"red": f"ippo:{fields}", "blue": "random"}, **SMALL
-    )  # fmt: skip
+    result = msrl.train("teams", Wishes(), total_steps=40 * 128, teams={"red": f"ippo:{fields}", "blue": "random"}, **SMALL)
     last = {name: column[-1] for name, column in result.history.items()}
     assert last["episode_return/red"] > 14.5  # of 16; agent 0 has one legal action
     # Coin flips: 4 standard deviations of 2 x 8 flips in 16 environments at least; a false alarm in 15,000 runs.
@@ -132,11 +130,14 @@ def test_configs_and_texts_are_the_same_teams():
     qmix = QMIX(replay=Replay(priorities=Prioritized(beta=None)))
     forms = [
         {"red": mappo, "blue": qmix, "green": "random"},
-        {"red": "mappo:learning_rate=7e-4,hidden_sizes=(8, 8),core=gru,max_grad_norm=None,clip_ratio=0.2",
-         "blue": "qmix:replay=replay(priorities=prioritized(beta=None))", "green": "random"},
+        {
+            "red": "mappo:learning_rate=7e-4,hidden_sizes=(8, 8),core=gru,max_grad_norm=None,clip_ratio=0.2",
+            "blue": "qmix:replay=replay(priorities=prioritized(beta=None))",
+            "green": "random",
+        },
         "red=mappo:core='gru',learning_rate=0.0007,max_grad_norm=None,hidden_sizes=(8,8) "
         "blue=qmix:replay=replay(priorities=prioritized(beta=None)) green=random",
-    ]  # fmt: skip
+    ]
     first, *others = [Teams(**SMALL, teams=form) for form in forms]
     assert [hash(first)] * 2 == [hash(other) for other in others] and all(first == other for other in others)
     assert Teams(**SMALL, teams=json.loads(json.dumps(first.teams))) == first
@@ -173,9 +174,16 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
 def test_totals_do_not_rank_opposing_teams(tmp_path):
     """Opposing teams have no best checkpoint and no best member; the returns of each are shown."""
     result = msrl.train(
-        "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
-        teams={"red": TEXT, "blue": "random"}, policy="GPUOnly:num_devices=1", **SMALL,
-    )  # fmt: skip
+        "teams",
+        Wishes(),
+        total_steps=512,
+        seeds=2,
+        eval_every=128,
+        out=tmp_path / "run",
+        teams={"red": TEXT, "blue": "random"},
+        policy="GPUOnly:num_devices=1",
+        **SMALL,
+    )
     with pytest.raises(ValueError, match=r"does not rank members; choose one: member=0"):
         result.evaluate(4)
     assert result.evaluate(4, member=1).team_returns["red"].shape == (4,)

@@ -18,20 +18,38 @@ from tests.support.slow import mostly_slow
 from tests.support.transitions import noise
 
 SIZES = {
-    "num_envs": 8, "unroll_length": 4, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "core.size": 4,
-    "replay.learning_starts": 64, "batch_size": 16, "replay.capacity": 512, "num_simulations": 2, "model_steps": 2,
+    "num_envs": 8,
+    "unroll_length": 4,
+    "num_epochs": 1,
+    "num_minibatches": 2,
+    "hidden_sizes": (8,),
+    "core.size": 4,
+    "replay.learning_starts": 64,
+    "batch_size": 16,
+    "replay.capacity": 512,
+    "num_simulations": 2,
+    "model_steps": 2,
     "num_workers": 4,
-    "latent_size": 4, "num_opponents": 2, "pool_size": 2, "mixing_size": 4, "hyper_size": 4,
-}  # fmt: skip
+    "latent_size": 4,
+    "num_opponents": 2,
+    "pool_size": 2,
+    "mixing_size": 4,
+    "hyper_size": 4,
+}
 WINDOWS = {"trace_length": 4, "replay.n_step": 1}
 PARTICULAR = {
-    "r2d2": {"burn_in": 0, **WINDOWS}, "qmix": {"trace_length": 4}, "vdn": {"trace_length": 4},
-    "dqn": {"replay.priorities": "prioritized", "replay.n_step": 3, "returns": "iqn"}, "apex_dqn": {"returns": "c51"},
+    "r2d2": {"burn_in": 0, **WINDOWS},
+    "qmix": {"trace_length": 4},
+    "vdn": {"trace_length": 4},
+    "dqn": {"replay.priorities": "prioritized", "replay.n_step": 3, "returns": "iqn"},
+    "apex_dqn": {"returns": "c51"},
     "sac": {"returns": "tqc", "normalize_observations": True},
-    "mappo": {"normalize_values": True}, "impala": {"core": "lru:4"}, "a2c": {"core": "gru:4"},
+    "mappo": {"normalize_values": True},
+    "impala": {"core": "lru:4"},
+    "a2c": {"core": "gru:4"},
     "muzero": {"model_steps": 2, "replay.n_step": 2},
     "teams": {"teams": {"walker": "ippo:num_epochs=1,num_minibatches=2,hidden_sizes=[8]"}},
-}  # fmt: skip
+}
 ENVS = dict.fromkeys(("sac", "td3", "ddpg", "cql", "iql"), "Pendulum-v1") | {"self_play": "KuhnPoker"}
 NAMES = sorted({*algorithms.names()} - {"alphazero"})  # pgx's games do not run under it
 

@@ -46,11 +46,19 @@ RAY = """\
 
 def row(label, ours, theirs, others=0.25):
     return {
-        "label": label, "ours": sorted(ours)[1], "theirs": sorted(theirs)[1], "ratio": sorted(ours)[1] / sorted(theirs)[1],
-        "our_runs": ours, "their_runs": theirs, "flops_per_step": 3e6, "peak_flops": 1e11, "load": 1.5, "others": others,
+        "label": label,
+        "ours": sorted(ours)[1],
+        "theirs": sorted(theirs)[1],
+        "ratio": sorted(ours)[1] / sorted(theirs)[1],
+        "our_runs": ours,
+        "their_runs": theirs,
+        "flops_per_step": 3e6,
+        "peak_flops": 1e11,
+        "load": 1.5,
+        "others": others,
         "commit": "abc",
         "peer_versions": {"rejax": "0.1.3", "jax": "0.10"},
-    }  # fmt: skip
+    }
 
 
 def record(*rows, **changes):
@@ -99,8 +107,10 @@ def test_settings_are_chosen_by_words_in_their_labels():
     seeds = Setting("ppo", "CartPole-v1", SETTING.config, seeds=64)
     settings = [SETTING, dqn, seeds]
     assert [s.label for s in settings] == [
-        "ppo CartPole-v1 4 x 128", "dqn CartPole-v1 16 x 1, 2 x 128", "ppo CartPole-v1 4 x 128, 64 seeds",
-    ]  # fmt: skip
+        "ppo CartPole-v1 4 x 128",
+        "dqn CartPole-v1 16 x 1, 2 x 128",
+        "ppo CartPole-v1 4 x 128, 64 seeds",
+    ]
     assert chosen(settings, []) == settings
     assert chosen(settings, ["dqn", "seeds"]) == [dqn, seeds]
     with pytest.raises(ValueError, match="'sac' in its label; the labels: ppo CartPole"):
@@ -111,7 +121,8 @@ def test_settings_are_chosen_by_words_in_their_labels():
 def command(tmp_path):
     """A worker without JAX: it answers a number of seconds with a thousand times that, and fails above 1 s."""
     path = tmp_path / "worker.py"
-    path.write_text(textwrap.dedent("""\
+    path.write_text(
+        textwrap.dedent("""\
         import json, sys
         assert json.loads(sys.argv[2])["env"] == "CartPole-v1"
         print(json.dumps({"compile_seconds": 2.5, "versions": {"a": "1"}, "device": "cpu"}), flush=True)
@@ -119,7 +130,8 @@ def command(tmp_path):
             if float(line) > 1:
                 sys.exit(3)
             print(json.dumps({"steps_per_second": 1000 * float(line)}), flush=True)
-        """))
+        """)
+    )
     return [sys.executable, path]
 
 
@@ -185,8 +197,13 @@ def test_seeds_take_turns_and_fill_the_record_and_the_page(tmp_path, page, worke
     suite_trainers.main([*arguments, "--only", "inverted_pendulum"])
     said = [line.split()[1:4] for line in capsys.readouterr().out.splitlines() if line.startswith("brax:")]
     assert [(who, seed) for who, _, seed in said] == [
-        ("ours", "0,"), ("theirs", "0,"), ("theirs", "1,"), ("ours", "1,"), ("ours", "2,"), ("theirs", "2,"),
-    ]  # fmt: skip
+        ("ours", "0,"),
+        ("theirs", "0,"),
+        ("theirs", "1,"),
+        ("ours", "1,"),
+        ("ours", "2,"),
+        ("theirs", "2,"),
+    ]
     text = page.read_text()
     assert "stale" not in text
     assert "| 200 (100 to 300) | 20 (10 to 30) | 2 (2 to 2) | 3 (3 to 3) |" in text

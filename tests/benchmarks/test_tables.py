@@ -9,12 +9,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
-    "actors": "actors.page", "changes": "changes.page", "gpu": "gpu.page", "groups": "groups.table",
-    "jaxmarl": "comparison.table", "kernels": "kernels.table", "offline": "offline.page", "pgx": "comparison.table",
-    "purejaxrl": "comparison.table", "reactor": "reactor.table", "rejax": "comparison.table", "rllib": "compare_rllib.tables",
-    "scaling": "scaling.page", "suite_trainers": "suite_trainers.tables", "thesis": "thesis.page",
+    "actors": "actors.page",
+    "changes": "changes.page",
+    "gpu": "gpu.page",
+    "groups": "groups.table",
+    "jaxmarl": "comparison.table",
+    "kernels": "kernels.table",
+    "offline": "offline.page",
+    "pgx": "comparison.table",
+    "purejaxrl": "comparison.table",
+    "reactor": "reactor.table",
+    "rejax": "comparison.table",
+    "rllib": "compare_rllib.tables",
+    "scaling": "scaling.page",
+    "suite_trainers": "suite_trainers.tables",
+    "thesis": "thesis.page",
     "unseen_seeds": "unseen_seeds.page",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

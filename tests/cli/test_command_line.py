@@ -31,9 +31,21 @@ def trained(tmp_path_factory):
     """A run of the command line on four virtual devices, in the folder it chooses."""
     folder = tmp_path_factory.mktemp("cli")
     done = run(
-        "train", "--total-steps", 256, "--policy", "SingleLearnerCoarse:learners=1,actors=2", "--cpu-devices", 4,
-        "--eval-episodes", 2, "--env", "CartPole-v1:max_steps_in_episode=30", "--json", *TINY, cwd=folder,
-    )  # fmt: skip
+        "train",
+        "--total-steps",
+        256,
+        "--policy",
+        "SingleLearnerCoarse:learners=1,actors=2",
+        "--cpu-devices",
+        4,
+        "--eval-episodes",
+        2,
+        "--env",
+        "CartPole-v1:max_steps_in_episode=30",
+        "--json",
+        *TINY,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     return folder, done
 

@@ -21,9 +21,13 @@ from tests.support.slow import mostly_slow
 
 TINY = {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,)}
 PLACE = {
-    "policy": "GPUOnly", "eval_episodes": 2, "eval_every": None, "chunk": None, "rollbacks": [],
+    "policy": "GPUOnly",
+    "eval_episodes": 2,
+    "eval_every": None,
+    "chunk": None,
+    "rollbacks": [],
     "devices": {"platform": "cpu", "count": 1, "processes": 1},
-}  # fmt: skip
+}
 
 
 def parsed(command, *words):
@@ -105,7 +109,7 @@ def test_a_printed_file_is_the_command_line(algo, tmp_path, capsys):
         ("record", ["run", "--steps", "100", "--out", "x.npz", "--epsilon", "0.1"]),
         ("check-env", ["CartPole-v1", "--steps", "7"]),
     ],
-)  # fmt: skip
+)
 def test_every_command_reads_its_file(command, words, tmp_path, capsys):
     assert main([command, *words, "--print-config"]) == 0
     (tmp_path / "a.toml").write_text(capsys.readouterr().out)
@@ -165,7 +169,7 @@ MISTAKES = [
     ('config = "b.toml"', "line 1: config belongs on the command line"),
     ('env = {object = "Mine()"}', "line 1: env was an object (Mine()), which a file cannot hold; name one with --env"),
     ("a = " + "[" * 5000, "too many brackets"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[text[:30] for text, _ in MISTAKES])
@@ -229,7 +233,7 @@ EXPERIMENTS = {
     "an optimizer of optax": {"optimizer": "adamw:weight_decay=0.1"},
     "critics": {"algo": "sac", "env": "Pendulum-v1", "returns": "tqc", "num_critics": 3},
     "replay": {"algo": "dqn", "replay": "replay:priorities=prioritized(beta=None)"},
-}  # fmt: skip
+}
 
 
 OWN = ("a metric", "an own optimizer")  # which name code of the user's
@@ -265,10 +269,13 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        (("cpu", 1, 1), (None, None)), (("cpu", 8, 1), (8, None)), (("cpu", 2, 2), (None, 2)), (("cpu", 8, 2), (4, 2)),
+        (("cpu", 1, 1), (None, None)),
+        (("cpu", 8, 1), (8, None)),
+        (("cpu", 2, 2), (None, 2)),
+        (("cpu", 8, 2), (4, 2)),
         (("gpu", 8, 1), (None, None)),
     ],
-)  # fmt: skip
+)
 def test_the_file_of_a_run_asks_for_as_many_cpu_devices(devices, options, tmp_path):
     experiment = Experiment(algorithm=PPO(**TINY))
     about = dict(zip(("platform", "count", "processes"), devices, strict=True))
@@ -287,9 +294,18 @@ def test_rates_are_those_before_rollbacks(tmp_path):
 @pytest.mark.slow
 def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
     first = train(
-        PPO(**TINY), "CartPole-v1", learning_rate=[1e-3, 3e-3], seed=2, total_steps=512, policy="GPUOnly:num_devices=1",
-        env_params="length=uniform:0.25:1", eval_episodes=2, chunk=4, out=tmp_path / "first", progress=False,
-    )  # fmt: skip
+        PPO(**TINY),
+        "CartPole-v1",
+        learning_rate=[1e-3, 3e-3],
+        seed=2,
+        total_steps=512,
+        policy="GPUOnly:num_devices=1",
+        env_params="length=uniform:0.25:1",
+        eval_episodes=2,
+        chunk=4,
+        out=tmp_path / "first",
+        progress=False,
+    )
     file = tmp_path / "first" / "run.toml"
     assert main(["train", "--config", str(file), "--out", str(tmp_path / "second"), "--progress", "none"]) == 0
     second = Result.load(tmp_path / "second")
@@ -304,8 +320,8 @@ def test_the_file_in_a_folder_repeats_the_run(tmp_path, capsys):
 def test_an_object_has_no_place_in_a_file(tmp_path, capsys):
     env = envs.make("CartPole-v1")
     train(
-        PPO(**TINY), env, total_steps=64, policy="GPUOnly:num_devices=1", eval_episodes=0, out=tmp_path / "run", progress=False,
-    )  # fmt: skip
+        PPO(**TINY), env, total_steps=64, policy="GPUOnly:num_devices=1", eval_episodes=0, out=tmp_path / "run", progress=False
+    )
     file = tmp_path / "run" / "run.toml"
     assert main(["train", "--config", str(file), "--out", str(tmp_path / "again")]) == 2
     (line,) = capsys.readouterr().err.splitlines()

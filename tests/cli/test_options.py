@@ -50,8 +50,10 @@ def test_a_flag_that_equals_its_default_was_given():
     default = algorithms.get("ppo")()
     flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
     assert given("train", *flags) == {
-        "learning_rate": default.learning_rate, "normalize_rewards": False, "hidden_sizes": (8, 9),
-    }  # fmt: skip
+        "learning_rate": default.learning_rate,
+        "normalize_rewards": False,
+        "hidden_sizes": (8, 9),
+    }
 
 
 def test_help_of_several_algorithms_names_their_defaults(capsys):
@@ -76,8 +78,9 @@ def test_help_shows_every_field_of_the_config(capsys):
 
 def test_words_and_sequences_are_swept_on_the_command_line(capsys):
     assert given("sweep", "--hidden-sizes", "64,64", "128", "--activation", "relu,tanh") == {
-        "hidden_sizes": [(64, 64), (128,)], "activation": ["relu", "tanh"],
-    }  # fmt: skip
+        "hidden_sizes": [(64, 64), (128,)],
+        "activation": ["relu", "tanh"],
+    }
     assert given("sweep", "--hidden-sizes", "64,64", "--activation", "relu") == {"hidden_sizes": (64, 64), "activation": "relu"}
     for words, message in (
         (["--activation", "relu,gelub"], "'gelub', which is not one of tanh, relu"),

@@ -38,30 +38,21 @@ def test_text_is_a_name_and_arguments(written, call):
     assert read_call(written) == call
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "",
-        "a:(",
-        "a b",
-        "3",
-        "a.b",
-        "a:1+x",
-        "a:lambda: 1",
-        "f'{x}'",
-        "a:" + "(" * 5000,
-        "a:\0",
-    ],
-)
+@pytest.mark.parametrize("written", ["", "a:(", "a b", "3", "a.b", "a:1+x", "a:lambda: 1", "f'{x}'", "a:" + "(" * 5000, "a:\0"])
 def test_what_is_no_call_is_refused_and_never_evaluated(written):
     with pytest.raises(ValueError, match="cannot read"):
         read_call(written)
 
 
 OPTIONS = [
-    PerEnv(0.3), Annealed(), C51(0, 200), Munchausen(clip=-0.5), Replay(100_000, priorities=Prioritized(beta=None)),
-    Replay(storage="uint8", priorities=Prioritized("linear:0.1:0.5")), algorithms.TQC(num_dropped=0),
-]  # fmt: skip
+    PerEnv(0.3),
+    Annealed(),
+    C51(0, 200),
+    Munchausen(clip=-0.5),
+    Replay(100_000, priorities=Prioritized(beta=None)),
+    Replay(storage="uint8", priorities=Prioritized("linear:0.1:0.5")),
+    algorithms.TQC(num_dropped=0),
+]
 
 
 @pytest.mark.parametrize("value", OPTIONS, ids=str)
@@ -93,7 +84,7 @@ def test_an_option_is_the_same_by_its_text(value):
         ({"exploration.bas": 0.2}, r"DQN has no field 'exploration.bas' \(did you mean 'exploration.base'\?\)"),
         ({"returns": "c51", "returns.num_atoms": 2.5}, r"DQN\.returns\.num_atoms=2.5: use an integer of at least 2"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_its_place_and_a_remedy(given, message):
     with pytest.raises(ValueError, match=message) as caught:
         make("dqn", given)

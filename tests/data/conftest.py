@@ -15,5 +15,5 @@ def walk():
     next_obs[last] = [[100 + i, i] for i in range(5)]
     ends = np.isin(rows, last)
     return Dataset(
-        obs, rows % 2, np.arange(12) / 10, ends & (episode < 3), np.isin(rows, last[3:4]), next_obs, about={"env": "Walk"},
-    )  # fmt: skip
+        obs, rows % 2, np.arange(12) / 10, ends & (episode < 3), np.isin(rows, last[3:4]), next_obs, about={"env": "Walk"}
+    )

@@ -17,9 +17,7 @@ def test_episodes_and_the_cut_at_the_end(walk):
     assert start.tolist() == [0, 3, 4, 8, 10] and length.tolist() == [3, 1, 4, 2, 2]
     np.testing.assert_allclose(returns, [0.3, 0.3, 2.2, 1.7, 2.1], rtol=1e-6)
     assert "12 rows, 4 whole episodes of Walk: return 1.13 ± 0.844" in repr(walk)
-    assert walk.describe() == {
-        "rows": 12, "episodes": 4, "cut_episodes": 1, "mean_return": pytest.approx(1.125), "env": "Walk",
-    }  # fmt: skip
+    assert walk.describe() == {"rows": 12, "episodes": 4, "cut_episodes": 1, "mean_return": pytest.approx(1.125), "env": "Walk"}
 
 
 def test_rows_that_do_not_follow_each_other_are_cut(walk):
@@ -68,7 +66,7 @@ def test_files_without_parts_have_one_array_for_each_field(walk, tmp_path):
         (lambda path: np.savez(path, obs=np.ones(3), rewards=np.ones(3)), "no action, reward, .*; a data set has obs, "),
         (lambda path: np.savez(path, **dict.fromkeys(FIELDS, np.array([{}], object))), "not an npz file of numbers"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_data_set_say_so(write, message, tmp_path):
     write(tmp_path / "walk.npz")
     with pytest.raises(ValueError, match=message):
@@ -122,7 +120,7 @@ def test_spaces_that_fit_give_their_dtypes(walk):
             "obs of the data set is not finite in float32 in row 3; remove",
         ),
     ],
-)  # fmt: skip
+)
 def test_spaces_that_differ_say_how(walk, spaces, change, message):
     env = type("Other", (Plane,), spaces)()
     with pytest.raises(ValueError, match=message):
@@ -186,10 +184,13 @@ def test_one_row_is_a_data_set():
 def test_parts_of_episodes_are_not_reported_as_episodes(name, tmp_path):
     """Two environments of five steps: the first ends an episode of three by a limit, the second ends none."""
     rows = {
-        "obs": np.arange(10.0).reshape(5, 2), "action": np.zeros((5, 2), int), "reward": np.ones((5, 2), np.float32),
-        "terminated": np.zeros((5, 2), bool), "truncated": np.array([[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], bool),
+        "obs": np.arange(10.0).reshape(5, 2),
+        "action": np.zeros((5, 2), int),
+        "reward": np.ones((5, 2), np.float32),
+        "terminated": np.zeros((5, 2), bool),
+        "truncated": np.array([[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], bool),
         "next_obs": np.arange(2.0, 12.0).reshape(5, 2),
-    }  # fmt: skip
+    }
     made = from_lanes(rows, {})
     for dataset in (made, data.load(data.save(made, tmp_path / name)), data.concatenate([made])):
         assert dataset.episodes.length.tolist() == [3, 2, 5] and dataset.cut.nonzero()[0].tolist() == [4, 9]

@@ -73,9 +73,11 @@ def episodes_of(dataset):
         rows = slice(a, a + n)
         yield {
             "observations": np.concatenate([dataset.obs[rows], dataset.next_obs[a + n - 1 : a + n]]),
-            "actions": dataset.action[rows], "rewards": dataset.reward[rows],
-            "terminations": dataset.terminated[rows], "truncations": dataset.truncated[rows],
-        }  # fmt: skip
+            "actions": dataset.action[rows],
+            "rewards": dataset.reward[rows],
+            "terminations": dataset.terminated[rows],
+            "truncations": dataset.truncated[rows],
+        }
 
 
 def test_episodes_with_a_trailing_observation_become_rows(walk):
@@ -84,12 +86,16 @@ def test_episodes_with_a_trailing_observation_become_rows(walk):
 
 def test_episodes_of_rlds_have_a_last_step_that_means_nothing(walk):
     def rlds(episode):
-        pad = lambda x: np.append(x, x[:1])  # noqa: E731
+        pad = lambda x: np.append(x, x[:1])
         terminal = np.append(np.zeros(len(episode["rewards"]), bool), episode["terminations"][-1])
         return {
-            "observation": episode["observations"], "action": pad(episode["actions"]), "reward": pad(episode["rewards"]),
-            "is_terminal": terminal, "is_first": terminal, "discount": terminal,
-        }  # fmt: skip
+            "observation": episode["observations"],
+            "action": pad(episode["actions"]),
+            "reward": pad(episode["rewards"]),
+            "is_terminal": terminal,
+            "is_first": terminal,
+            "discount": terminal,
+        }
 
     episodes = list(map(rlds, episodes_of(walk)))
     one_by_one = [[{name: x[i] for name, x in e.items()} for i in range(len(e["reward"]))] for e in episodes]

@@ -30,8 +30,13 @@ SPACE = envs.Dict(
 CHOICE = envs.Discrete(2)
 PATHS = ["choice", "more/0", "more/1", "place"]
 NAMES = [
-    *(f"obs/{path}" for path in PATHS), "action", "reward", "terminated", "truncated", *(f"next_obs/{path}" for path in PATHS),
-]  # fmt: skip
+    *(f"obs/{path}" for path in PATHS),
+    "action",
+    "reward",
+    "terminated",
+    "truncated",
+    *(f"next_obs/{path}" for path in PATHS),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +73,17 @@ def true_steps(dataset):
 def train(policy="GPUOnly:num_devices=1", **options):
     settings = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (4,), "num_minibatches": 2, "num_epochs": 1}
     return msrl.train(
-        "ppo", Scenes(), policy=policy, total_steps=5 * 32, chunk=2, seed=3, eval_episodes=0, progress=False,
-        **settings, **options,
-    )  # fmt: skip
+        "ppo",
+        Scenes(),
+        policy=policy,
+        total_steps=5 * 32,
+        chunk=2,
+        seed=3,
+        eval_episodes=0,
+        progress=False,
+        **settings,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +172,7 @@ def test_parts_that_do_not_fit_are_refused(change, message, recorded):
         (envs.Dict({**SPACE.spaces, "place": envs.Box(-1, 1, (4,))}), r"obs/place .* shape \[3\] .* observation_space/place"),
     ],
     ids=["vector", "part missing", "bounds", "shape"],
-)  # fmt: skip
+)
 def test_spaces_that_differ_say_how(space, message, recorded):
     with pytest.raises(ValueError, match=message):
         data.check_spaces(recorded[1], Scenes(space))

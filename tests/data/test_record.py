@@ -21,9 +21,14 @@ from tests.support.runs import assert_same_state
 from tests.support.training_envs import Lottery
 
 PPO = {
-    "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
-    "normalize_observations": True, "normalize_rewards": True,
-}  # fmt: skip
+    "num_envs": 8,
+    "unroll_length": 8,
+    "num_epochs": 1,
+    "num_minibatches": 2,
+    "hidden_sizes": (8,),
+    "normalize_observations": True,
+    "normalize_rewards": True,
+}
 ENV = "CartPole-v1:max_steps_in_episode=30"
 
 
@@ -49,9 +54,18 @@ def by_gymnax(dataset, rtol=1e-6):
 
 def train(algo="ppo", env=ENV, policy="GPUOnly", devices=1, iterations=5, chunk=2, config=PPO, **options):
     return msrl.train(
-        algo, env, policy=policy, total_steps=iterations * 64, seed=3, chunk=chunk, eval_episodes=0, progress=False,
-        devices=jax.devices()[:devices], **config, **options,
-    )  # fmt: skip
+        algo,
+        env,
+        policy=policy,
+        total_steps=iterations * 64,
+        seed=3,
+        chunk=chunk,
+        eval_episodes=0,
+        progress=False,
+        devices=jax.devices()[:devices],
+        **config,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +134,18 @@ def test_members_are_recorded_one_after_another(recorded, tmp_path):
 OTHERS = {
     "es": {"num_envs": 8, "unroll_length": 12, "hidden_sizes": (4,)},
     "sac": {
-        "num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "replay.learning_starts": 48, "replay.capacity": 400,
+        "num_envs": 8,
+        "unroll_length": 6,
+        "hidden_sizes": (4,),
+        "replay.learning_starts": 48,
+        "replay.capacity": 400,
         "batch_size": 16,
         "num_updates": 1,
     },
     "a3c": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_workers": 4},
     "recurrent_ppo": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,), "num_minibatches": 2, "core.size": 4},
     "impala": {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (4,)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

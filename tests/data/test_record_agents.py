@@ -16,21 +16,42 @@ LIMIT, LEAVE = 4, np.array([1, 3, 9])
 ENV = Leaving(leave=(1, 3, 9), limit=LIMIT)
 ON_POLICY = {"num_envs": 4, "unroll_length": 6, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (4,)}
 OFF_POLICY = {
-    "num_envs": 4, "unroll_length": 6, "hidden_sizes": (4,), "core": None, "mixing_size": 4, "hyper_size": 4,
-    "trace_length": 2, "batch_size": 4, "num_updates": 1, "replay.capacity": 96, "replay.learning_starts": 24,
+    "num_envs": 4,
+    "unroll_length": 6,
+    "hidden_sizes": (4,),
+    "core": None,
+    "mixing_size": 4,
+    "hyper_size": 4,
+    "trace_length": 2,
+    "batch_size": 4,
+    "num_updates": 1,
+    "replay.capacity": 96,
+    "replay.learning_starts": 24,
     "exploration.steps": 60,
-}  # fmt: skip
+}
 CONFIGS = {
-    "ippo": ON_POLICY, "mappo": ON_POLICY, "qmix": OFF_POLICY, "vdn": OFF_POLICY,
+    "ippo": ON_POLICY,
+    "mappo": ON_POLICY,
+    "qmix": OFF_POLICY,
+    "vdn": OFF_POLICY,
     "teams": {"num_envs": 4, "unroll_length": 6, "teams": {"one": "random", "others": "ippo:agents=t*,num_minibatches=2"}},
-}  # fmt: skip
+}
 
 
 def train(algo, iterations=5, policy="GPUOnly", devices=1, env=ENV, **options):
     return msrl.train(
-        algo, env, policy=policy, total_steps=iterations * 24, seed=3, chunk=2, eval_episodes=0, progress=False,
-        devices=jax.devices()[:devices], **CONFIGS[algo], **options,
-    )  # fmt: skip
+        algo,
+        env,
+        policy=policy,
+        total_steps=iterations * 24,
+        seed=3,
+        chunk=2,
+        eval_episodes=0,
+        progress=False,
+        devices=jax.devices()[:devices],
+        **CONFIGS[algo],
+        **options,
+    )
 
 
 def by_hand(dataset):
@@ -44,7 +65,7 @@ def by_hand(dataset):
     np.testing.assert_array_equal(dataset.reward, np.where(absent, 0, dataset.action + 1))
     np.testing.assert_array_equal(dataset.terminated, time[:, None] + 1 >= LEAVE)
     np.testing.assert_array_equal(dataset.truncated & ~dataset.cut, time + 1 == LIMIT)
-    legal = lambda time, gone: (np.arange(4) < 3) | (time[:, None, None] % 2 == 0) | gone[..., None]  # noqa: E731
+    legal = lambda time, gone: (np.arange(4) < 3) | (time[:, None, None] % 2 == 0) | gone[..., None]
     np.testing.assert_array_equal(dataset.action_mask, legal(time, absent))
     np.testing.assert_array_equal(dataset.next_action_mask, legal(time + 1, dataset.terminated))
     assert np.take_along_axis(dataset.action_mask, dataset.action[..., None], -1).all()

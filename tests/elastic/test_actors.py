@@ -105,7 +105,7 @@ class Live:
         """Waits for `count` more rows in which as many actors are there."""
         seen = len(self.rows()) if (self.run / "metrics.jsonl").exists() else 0
         file = self.run / "metrics.jsonl"
-        has = lambda: file.exists() and sum(row["actors"] == actors for row in self.rows()[seen:]) >= count  # noqa: E731
+        has = lambda: file.exists() and sum(row["actors"] == actors for row in self.rows()[seen:]) >= count
         wait_for(has, self.logs)
 
     def lines(self):
@@ -200,9 +200,16 @@ def test_one_actor_without_staleness_trains_as_one_process_does(tmp_path, addres
     assert live.actors[0].wait(30) == 0, live.logs()  # it is told that the run is over
     result = msrl.Result.load(live.run)
     expected = msrl.train(
-        "impala", policy="SingleLearnerCoarse", total_steps=12 * STEPS, chunk=4, seed=3, eval_episodes=0, progress=False,
-        devices=jax.devices()[:2], **TINY,
-    )  # fmt: skip
+        "impala",
+        policy="SingleLearnerCoarse",
+        total_steps=12 * STEPS,
+        chunk=4,
+        seed=3,
+        eval_episodes=0,
+        progress=False,
+        devices=jax.devices()[:2],
+        **TINY,
+    )
     for x, y in zip(jax.tree.leaves(result.state.params), jax.tree.leaves(expected.state.params), strict=True):
         np.testing.assert_allclose(plain(x), plain(y), rtol=1e-5, atol=1e-6)
     for name in ("episode_return", "entropy", "value_loss", "parameter_age"):
@@ -284,10 +291,13 @@ def test_bad_actors_are_refused_in_one_sentence_and_nothing_is_lost(address, cap
     halves = split_program(experiment).halves
     ready, kinds = {"fingerprint": halves.fingerprint}, halves.sent_kinds
     faults = {
-        "its token is from another run": {"run": "another"}, "True is not a count": {"unroll": True}, "'life'": {"life": None},
+        "its token is from another run": {"run": "another"},
+        "True is not a count": {"unroll": True},
+        "'life'": {"life": None},
         "learner 0 sent no parameters of iteration 7": {"version": 7},  # of the future
-        "learner 1 sent no parameters of iteration 0": {"life": 1}, "-1 is not a count": {"version": -1},
-    }  # fmt: skip
+        "learner 1 sent no parameters of iteration 0": {"life": 1},
+        "-1 is not a count": {"version": -1},
+    }
     for text, fault in faults.items():
         channel, token, _ = enter(address, ready)
         channel.send({name: x for name, x in (token | fault).items() if x is not None})
@@ -336,7 +346,7 @@ def test_a_flood_without_the_key_takes_few_files_and_ends_nothing(address, tmp_p
     monkeypatch.setattr(wire, "PATIENCE", 0.5)
     thread, found = learner_in_a_thread(address, tmp_path / "run", total_steps=4 * STEPS)
     wait_for(lambda: reached(address), "nobody listens").close()
-    files = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+    files = lambda: len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack:
         before = files()
         flood = [stack.enter_context(socket.create_connection(wire.address_of(address))) for _ in range(100)]
@@ -417,7 +427,7 @@ def test_several_learners_share_an_actor(address):
         ({"seeds": 2}, r"2 members.*\. Remove actors_at, or train one seed with one value of each hyperparameter$"),
         ({"normalize_rewards": True}, r"\. Remove actors_at, or normalize_observations and normalize_rewards$"),
     ],
-)  # fmt: skip
+)
 def test_bad_settings_are_refused_before_anything_compiles(given, error):
     with pytest.raises(ValueError, match=error):
         msrl.train("impala", **({"actors_at": "127.0.0.1:7000"} | given), progress=False, **TINY)
@@ -588,9 +598,13 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
 
     record = SimpleNamespace(run="a", life=0, has_published=lambda *of: True)
     learner: Any = SimpleNamespace(
-        program=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)), _log=record, _learned={0: "reward"}, _newest=newest,
-        _arrived=queue.SimpleQueue(), _say=lambda line: None,
-    )  # fmt: skip
+        program=SimpleNamespace(halves=SimpleNamespace(sent_kinds=kinds)),
+        _log=record,
+        _learned={0: "reward"},
+        _newest=newest,
+        _arrived=queue.SimpleQueue(),
+        _say=lambda line: None,
+    )
     learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
 
     async def exchange():
@@ -621,10 +635,12 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     first.begin(0)
     tickets = [first.join(), first.join()]
     outcomes = [
-        first.take(0, 0, 0, 0, 0, 1), first.take(1, 0, 0, 0, 1, 1),  # used at iterations 0 and 1
+        first.take(0, 0, 0, 0, 0, 1),
+        first.take(1, 0, 0, 0, 1, 1),  # used at iterations 0 and 1
         first.take(1, 1, 0, 0, 2, 1),  # two iterations old
-        first.take(0, 1, 0, 1, 2, 1), first.take(0, 1, 0, 1, 3, 1),  # the same one twice
-    ]  # fmt: skip
+        first.take(0, 1, 0, 1, 2, 1),
+        first.take(0, 1, 0, 1, 3, 1),  # the same one twice
+    ]
     assert outcomes == [None, None, "its parameters are 2 iterations old, and the bound is 1", None, "it arrived twice"]
     first.refuse(1, "it is no unroll")
     first.take(1, 2, 0, 2, 2, 1, "obs has nan")
@@ -762,7 +778,7 @@ def test_files_for_saving_are_left_whoever_connects(tmp_path, address):
     learner = live.learn("--total-steps", 10**9, limit=160)
     live.act()
     live.wait_for_rows(1)
-    saved = lambda: max((int(p.parent.name) for p in live.run.glob("checkpoints/*/run.json")), default=0)  # noqa: E731
+    saved = lambda: max((int(p.parent.name) for p in live.run.glob("checkpoints/*/run.json")), default=0)
     flood, most, first, end = [], 0, saved(), time.monotonic() + 15
     with contextlib.ExitStack() as stack:
         while time.monotonic() < end or saved() == first:

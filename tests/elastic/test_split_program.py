@@ -63,7 +63,7 @@ def test_equal_programs_have_equal_fingerprints():
         ("es", {}, "random keys .* cross between its actors and its learner"),
         ("ppo", {"normalize_observations": True, "num_minibatches": 2}, "each actor would normalize with its own statistics"),
     ],
-)  # fmt: skip
+)
 def test_what_actors_apart_cannot_do_is_refused_in_one_sentence(algo, config, why):
     config = {name: x for name, x in (SMALL | config).items() if hasattr(msrl.algorithms.get(algo), name)}
     given = msrl.Experiment(algorithm=msrl.algorithms.make(algo, config), total_steps=10_000)

@@ -208,11 +208,15 @@ def test_messages_cross_both_ways():
 @pytest.mark.parametrize(
     "message",
     [
-        wire._LENGTHS.pack(2**20 + 1, 0), wire._LENGTHS.pack(2, 101) + b"{}", wire._LENGTHS.pack(2, 2**63) + b"{}",
-        wire._LENGTHS.pack(3, 0) + b"[1]", wire._LENGTHS.pack(4, 0) + b"\xff\xfe{}", wire._LENGTHS.pack(9**5, 0) + b"[" * 9**5,
+        wire._LENGTHS.pack(2**20 + 1, 0),
+        wire._LENGTHS.pack(2, 101) + b"{}",
+        wire._LENGTHS.pack(2, 2**63) + b"{}",
+        wire._LENGTHS.pack(3, 0) + b"[1]",
+        wire._LENGTHS.pack(4, 0) + b"\xff\xfe{}",
+        wire._LENGTHS.pack(9**5, 0) + b"[" * 9**5,
     ],
     ids=["header", "arrays", "huge", "list", "no text", "deep"],
-)  # fmt: skip
+)
 def test_a_message_that_is_too_large_or_none_ends_its_connection(message):
     async def receive(peer):
         await peer.receive(100)

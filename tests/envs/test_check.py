@@ -166,8 +166,12 @@ def test_shapes_that_do_not_fit_are_the_only_problem():
 
 
 CONFORMING = {
-    "one": Walk(), "pool": envs.ResetPool(Walk(), 4), "ends": Corridor(), "agents": Leaving(), "name": "RockPaperScissors",
-}  # fmt: skip
+    "one": Walk(),
+    "pool": envs.ResetPool(Walk(), 4),
+    "ends": Corridor(),
+    "agents": Leaving(),
+    "name": "RockPaperScissors",
+}
 
 
 @pytest.mark.parametrize("kind", mostly_slow(CONFORMING, "agents"))

@@ -121,9 +121,10 @@ def agent_of(algorithm, env):
 
 
 RUNS = [
-    (algorithm, *where) for algorithm in ("ppo", "dqn")
+    (algorithm, *where)
+    for algorithm in ("ppo", "dqn")
     for where in (("SingleLearnerCoarse", 4), ("GPUOnly", 2), ("Environments", 4), ("Central", 8))
-]  # fmt: skip
+]
 
 
 @pytest.mark.long
@@ -161,9 +162,14 @@ def run(tiny, one_device, tmp_path_factory):
     """A run of two members, its folder, and what its callback was told."""
     folder, lines = tmp_path_factory.mktemp("measured"), []
     result = run_of(
-        Measured(), tiny, devices=one_device, seeds=2, out=folder / "run", record=folder / "steps.npz",
+        Measured(),
+        tiny,
+        devices=one_device,
+        seeds=2,
+        out=folder / "run",
+        record=folder / "steps.npz",
         callbacks=[lambda tick: lines.append((tick.metrics, _facts(tick)))],
-    )  # fmt: skip
+    )
     return result, folder, lines
 
 
@@ -240,7 +246,7 @@ REFUSED = {
     "shape": (reporting(jnp.ones(2)), "'x' of Broken.report is float32[2]; return a scalar number or bool"),
     "dict": (changed(report=lambda self, s: s.place), "Broken.report returned int32[]; return a dict of the metrics by name"),
     "method": (changed(report=property(lambda self: self.nothing)), "Broken declares metrics, but has no method report(state)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

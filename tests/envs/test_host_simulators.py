@@ -75,7 +75,7 @@ def test_steps_are_those_of_gymnasium_in_this_process(num_workers, name):
     sim, seed = simulators(env)
     first, played = play(sim, seed, actions)
     for e in range(4):
-        one = lambda: gymnasium.make(name, **limit)  # noqa: E731
+        one = lambda: gymnasium.make(name, **limit)
         begun, wanted = expected(one, seed[e], actions[:, e])
         np.testing.assert_array_equal(first[e], begun.astype(np.float32))
         for x, y in zip(played, wanted, strict=True):
@@ -132,11 +132,13 @@ def test_observations_of_several_parts_and_actions_of_several_integers():
 class Elsewhere(gymnasium.Env):
     """Spaces whose integers start elsewhere; pays 1 if the action is what was shown."""
 
-    observation_space = gymnasium.spaces.Dict({
-        "choice": gymnasium.spaces.Discrete(3, start=10),
-        "several": gymnasium.spaces.MultiDiscrete([2, 3], start=[-1, 5]),
-        "parts": gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(2, start=-1),)),
-    })  # fmt: skip
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "choice": gymnasium.spaces.Discrete(3, start=10),
+            "several": gymnasium.spaces.MultiDiscrete([2, 3], start=[-1, 5]),
+            "parts": gymnasium.spaces.Tuple((gymnasium.spaces.Discrete(2, start=-1),)),
+        }
+    )
     action_space = gymnasium.spaces.Discrete(3, start=10)
 
     def reset(self, *, seed=None, options=None):

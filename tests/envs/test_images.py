@@ -83,10 +83,13 @@ def test_channels_and_frames_come_last(shape, turned):
 
 
 def test_parts_become_channels_of_one_image():
-    space = envs.Dict({
-        "a": envs.Tuple((pixels(2, 8, 9), envs.Discrete(3, start=5))), "b": envs.Box([-1, 0], [1, np.inf], (2,)),
-        "c": envs.Box(0, 2, (8, 9)),
-    })  # fmt: skip
+    space = envs.Dict(
+        {
+            "a": envs.Tuple((pixels(2, 8, 9), envs.Discrete(3, start=5))),
+            "b": envs.Box([-1, 0], [1, np.inf], (2,)),
+            "c": envs.Box(0, 2, (8, 9)),
+        }
+    )
     env = envs.AsImage(Seen(space))
     raw, obs = space.sample(jax.random.key(1)), env.observe(space.sample(jax.random.key(1)))
     assert env.observation_space.shape == obs.shape == (8, 9, 2 + 3 + 2 + 1) and obs.dtype == jnp.float32
@@ -141,9 +144,16 @@ class Quarter(gymnasium.Env):
 def test_images_of_simulators_are_told_of_and_mended(capfd, monkeypatch):
     plain = envs.GymnasiumEnvironment(Quarter, name="Quarter", num_workers=1)
     run = {
-        "num_envs": 4, "unroll_length": 5, "num_minibatches": 1, "num_epochs": 1, "hidden_sizes": (8,), "total_steps": 20,
-        "eval_episodes": 0, "progress": "lines", "policy": "MultiLearner:num_devices=1",
-    }  # fmt: skip
+        "num_envs": 4,
+        "unroll_length": 5,
+        "num_minibatches": 1,
+        "num_epochs": 1,
+        "hidden_sizes": (8,),
+        "total_steps": 20,
+        "eval_episodes": 0,
+        "progress": "lines",
+        "policy": "MultiLearner:num_devices=1",
+    }
     assert any("AsImage" in note for note in envs.check(plain, steps=6).notes)
     told = "the observations of Quarter looks like an image, uint8[4, 40, 40], but networks convolve"
     with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):

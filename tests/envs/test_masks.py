@@ -65,10 +65,13 @@ def test_a_step_without_a_legal_action_or_with_an_illegal_one_has_a_reward_of_na
 @pytest.mark.parametrize(
     "wrap",
     [
-        envs.FlattenObservation, lambda env: envs.TimeLimit(env, 3), lambda env: envs.FrameStack(env, 2),
-        lambda env: RecordedEnvironment(env, 4), lambda env: envs.TimeLimit(envs.FrameStack(env, 2), 9),
+        envs.FlattenObservation,
+        lambda env: envs.TimeLimit(env, 3),
+        lambda env: envs.FrameStack(env, 2),
+        lambda env: RecordedEnvironment(env, 4),
+        lambda env: envs.TimeLimit(envs.FrameStack(env, 2), 9),
     ],
-)  # fmt: skip
+)
 def test_a_wrapper_names_the_legal_actions_if_the_environment_does(wrap):
     assert not hasattr(wrap(Corridor()), "action_mask")
     env = wrap(Maze())

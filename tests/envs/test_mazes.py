@@ -99,7 +99,7 @@ def test_its_picture_shows_walls_the_goal_and_the_point():
     env = PointMaze("open")
     image = env.render(jax.tree.map(np.asarray, MazeState(jnp.array([-2.0, 1.0]), jnp.array([1.5, -1.0]), jnp.int32(0))))
     assert image.shape == (7 * 32, 7 * 32, 3) and image.dtype == np.uint8
-    at = lambda x, y: tuple(image[int((y + 3.5) * 32), int((x + 3.5) * 32)])  # noqa: E731
+    at = lambda x, y: tuple(image[int((y + 3.5) * 32), int((x + 3.5) * 32)])
     assert at(-2, 1) == (40, 80, 200) and at(1.5, -1) == at(1.8, -1) == (90, 170, 90)
     assert at(-3.2, 0) == (70, 70, 70) and at(0, 0) == (240, 240, 240)
 

@@ -147,7 +147,7 @@ STEP = r"Leaving\.step"
         (changed(action_space=envs.Box(-1, 1, ())), "only actions of a Discrete space can be illegal"),
         (changed(global_state=lambda state: state), r"Leaving\.global_state returned int32\[\]; return a vector"),
     ],
-)  # fmt: skip
+)
 def test_an_environment_that_breaks_the_protocol_is_refused_with_the_field_named(env, message):
     with pytest.raises(TypeError, match=message):
         envs.vectorize(env, 2)

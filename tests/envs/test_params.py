@@ -75,8 +75,9 @@ def played(env, num_envs=E, steps=T, key=0):
 
 FIXED = {
     "CartPole-v1": {"length": 0.7, "gravity": 11, "max_steps_in_episode": 6},
-    "Pendulum-v1": {"g": 9.0, "m": 1.5, "max_steps_in_episode": 7}, "Breakout-MinAtar": {"max_steps_in_episode": 5},
-}  # fmt: skip
+    "Pendulum-v1": {"g": 9.0, "m": 1.5, "max_steps_in_episode": 7},
+    "Breakout-MinAtar": {"max_steps_in_episode": 5},
+}
 
 
 @pytest.mark.parametrize("name", mostly_slow(FIXED, "CartPole-v1"))
@@ -88,10 +89,7 @@ def test_fixed_parameters_as_data_are_those_as_constants(name):
 
 
 def test_parameters_are_drawn_at_each_reset_and_kept_for_the_episode():
-    given = {
-        "weight": envs.log_uniform(0.01, 100), "steps": envs.uniform(2, 4),
-        "grid": envs.choice([[1.0, 2.0], [3.0, 4.0]]),
-    }  # fmt: skip
+    given = {"weight": envs.log_uniform(0.01, 100), "steps": envs.uniform(2, 4), "grid": envs.choice([[1.0, 2.0], [3.0, 4.0]])}
     first, t, _ = played(envs.RandomizeParams(Weighing(), given), num_envs=64)
     shown = np.concatenate([first.obs[None], t.obs.obs])  # the parameters of the episode that each next step belongs to
     ended = t.terminated
@@ -215,11 +213,18 @@ def test_several_agents():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("uniform:0.25:1", envs.uniform(0.25, 1)), ("log_uniform(1e-3, 1)", envs.log_uniform(1e-3, 1)),
-     ("choice:1:2:4", envs.choice([1, 2, 4])), ("choice([True, False])", envs.choice([True, False])), ("-9.8", -9.8),
-     ("ramp:0:1:1e6", envs.ramp(0, 1, 1_000_000)), ("uniform(0, ramp(1, 2, 50))", envs.uniform(0, envs.ramp(1, 2, 50))),
-     ("[0, 0, -9.8]", [0, 0, -9.8]), ("uniform([1, 2], [3, 4])", envs.uniform([1, 2], [3, 4]))],
-)  # fmt: skip
+    [
+        ("uniform:0.25:1", envs.uniform(0.25, 1)),
+        ("log_uniform(1e-3, 1)", envs.log_uniform(1e-3, 1)),
+        ("choice:1:2:4", envs.choice([1, 2, 4])),
+        ("choice([True, False])", envs.choice([True, False])),
+        ("-9.8", -9.8),
+        ("ramp:0:1:1e6", envs.ramp(0, 1, 1_000_000)),
+        ("uniform(0, ramp(1, 2, 50))", envs.uniform(0, envs.ramp(1, 2, 50))),
+        ("[0, 0, -9.8]", [0, 0, -9.8]),
+        ("uniform([1, 2], [3, 4])", envs.uniform([1, 2], [3, 4])),
+    ],
+)
 def test_values_as_text(text, value):
     assert param_distributions.parse_param("x", text) == value
     assert param_distributions.parse_param("x", param_distributions.text(value)) == value
@@ -232,8 +237,11 @@ class Fixed:
     def __init__(self, env):
         self.env = env
         self.observation_space, self.action_space, self.reset, self.step = (
-            env.observation_space, env.action_space, env.reset, env.step,
-        )  # fmt: skip
+            env.observation_space,
+            env.action_space,
+            env.reset,
+            env.step,
+        )
 
 
 class Own(Weighing):

@@ -128,9 +128,7 @@ def test_spaces_are_equal_by_value_and_can_be_keys():
 
 def test_spaces_print_briefly():
     image = envs.Box(0, 255, (84, 84, 4), jnp.uint8)
-    assert repr(envs.Tuple((envs.Discrete(2), image))) == (
-        "Tuple(spaces=(Discrete(2), Box(0, 255, (84, 84, 4), uint8)))"
-    )
+    assert repr(envs.Tuple((envs.Discrete(2), image))) == ("Tuple(spaces=(Discrete(2), Box(0, 255, (84, 84, 4), uint8)))")
     assert repr(envs.Box(-np.inf, [1, 2], (2,))) == "Box(-inf, [1. 2.], (2,), float32)"
 
 

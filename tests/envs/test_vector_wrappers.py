@@ -1,6 +1,5 @@
 """Episode statistics and normalization, against NumPy in float64, on one device and on eight."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

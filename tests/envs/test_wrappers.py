@@ -103,9 +103,7 @@ def test_flatten_observation_of_mixed_parts():
     env = envs.FlattenObservation(Mixed())
     obs, _, _ = play(env, [0])
     # category one-hot, grid ravelled, then the pair: the order of the sorted names
-    np.testing.assert_array_equal(
-        obs, [[1, 0, 0, 0, 1, 2, 3, 0, 1, 0], [0, 1, 0, 1, 2, 3, 4, 0.5, 0, 1]]
-    )
+    np.testing.assert_array_equal(obs, [[1, 0, 0, 0, 1, 2, 3, 0, 1, 0], [0, 1, 0, 1, 2, 3, 4, 0.5, 0, 1]])
     assert obs.dtype == np.float32
     space = env.observation_space
     np.testing.assert_array_equal(space.low, [0, 0, 0, 0, 0, 0, 0, -1, 0, 0])

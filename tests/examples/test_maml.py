@@ -199,7 +199,7 @@ class Slippery(example.Navigation):
 
 def test_no_key_is_used_twice():
     agent = counted(example.MAML(**SMALL).build(envs.RandomizeParams(Slippery(), example.GOALS)))
-    run = lambda key: jax.lax.scan(lambda state, _: agent.iteration(state), agent.init(key), length=2)  # noqa: E731
+    run = lambda key: jax.lax.scan(lambda state, _: agent.iteration(state), agent.init(key), length=2)
     uses = key_uses(run, jax.random.key(0))
     assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) > 300
 

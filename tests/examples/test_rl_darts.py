@@ -111,14 +111,16 @@ def a_result(network, alpha) -> Any:
 
 
 def test_a_discrete_cell_has_the_heaviest_operations_but_zero_and_two_edges_into_a_node():
-    alpha = np.log([  # conv3x3, conv5x5, max_pool, identity, zero
-        [0.1, 0.2, 0.1, 0.1, 0.5],  # 0 to 1
-        [0.3, 0.2, 0.2, 0.2, 0.1],  # 0 to 2
-        [0.1, 0.1, 0.1, 0.4, 0.3],  # 1 to 2
-        [0.2, 0.1, 0.3, 0.2, 0.2],  # 0 to 3
-        [0.1, 0.1, 0.0001, 0.0999, 0.7],  # 1 to 3: zero does not count, so this is the lightest
-        [0.2, 0.6, 0.1, 0.05, 0.05],  # 2 to 3
-    ])  # fmt: skip
+    alpha = np.log(
+        [  # conv3x3, conv5x5, max_pool, identity, zero
+            [0.1, 0.2, 0.1, 0.1, 0.5],  # 0 to 1
+            [0.3, 0.2, 0.2, 0.2, 0.1],  # 0 to 2
+            [0.1, 0.1, 0.1, 0.4, 0.3],  # 1 to 2
+            [0.2, 0.1, 0.3, 0.2, 0.2],  # 0 to 3
+            [0.1, 0.1, 0.0001, 0.0999, 0.7],  # 1 to 3: zero does not count, so this is the lightest
+            [0.2, 0.6, 0.1, 0.05, 0.05],  # 2 to 3
+        ]
+    )
     network = example.CellNetwork(alpha_rate=1.0)
     found = example.discretize(a_result(network, alpha))
     assert found.cell == (((0, "conv5x5"),), ((0, "conv3x3"), (1, "identity")), ((0, "max_pool"), (2, "conv5x5")))

@@ -93,9 +93,12 @@ def test_the_estimate_is_that_of_the_paper_written_out():
 def outcome(setting, policy, devices, seed=0):
     state = example.initial_state(seed, setting, setting.sources)
     program = msrl.compile(
-        example.make_iteration(setting), state, policy=msrl.policies.get(policy), axes=example.AXES,
+        example.make_iteration(setting),
+        state,
+        policy=msrl.policies.get(policy),
+        axes=example.AXES,
         devices=jax.devices()[:devices],
-    )  # fmt: skip
+    )
     after, metrics = program.run(state, setting.target_episodes // setting.episodes_per_iteration)
     return jax.device_get((after.target, after.estimate, metrics))
 

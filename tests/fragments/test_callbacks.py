@@ -14,8 +14,9 @@ from tests.support.slow import mostly_slow, slow_unless
 
 
 def on_host(fn, x):
-    return jax.pure_callback(lambda v: fn(np.asarray(v)).astype(v.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype), x,
-                             vmap_method="sequential")  # fmt: skip
+    return jax.pure_callback(
+        lambda v: fn(np.asarray(v)).astype(v.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+    )
 
 
 @msrl.fragment(role="actor")
@@ -64,9 +65,7 @@ def planner_in_a_scan():
     return Case(iteration, lambda: {"x": jnp.arange(8.0), "w": jnp.float32(1)}, {"x": P("env"), "w": P()})
 
 
-WHERE = mostly_slow(
-    EVERYWHERE, "MultiLearner-4", "SingleLearnerFine-4", "SingleLearnerCoarse-1"
-)
+WHERE = mostly_slow(EVERYWHERE, "MultiLearner-4", "SingleLearnerFine-4", "SingleLearnerCoarse-1")
 
 
 @pytest.mark.parametrize("where", WHERE, ids=str)

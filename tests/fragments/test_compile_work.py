@@ -31,9 +31,13 @@ def work(iteration, state, axes, policy, devices):
 
 
 POLICIES = [
-    "GPUOnly", "MultiLearner", "SingleLearnerCoarse:learners={half}", "SingleLearnerFine:learners={half}",
-    "Environments:agents={half}", "Central:workers={half},shards={half}",
-]  # fmt: skip
+    "GPUOnly",
+    "MultiLearner",
+    "SingleLearnerCoarse:learners={half}",
+    "SingleLearnerFine:learners={half}",
+    "Environments:agents={half}",
+    "Central:workers={half},shards={half}",
+]
 
 
 EACH_TIME = ("Central:workers={half},shards={half}",)
@@ -42,9 +46,7 @@ EACH_TIME = ("Central:workers={half},shards={half}",)
 @pytest.mark.parametrize("policy", mostly_slow(POLICIES, *EACH_TIME))
 def test_more_devices_are_hardly_more_work(policy):
     state = toy.initial_state()
-    few, many = (
-        work(toy.iteration, state, toy.AXES, policy.format(half=n // 2), jax.devices()[:n]) for n in (4, 8)
-    )  # fmt: skip
+    few, many = (work(toy.iteration, state, toy.AXES, policy.format(half=n // 2), jax.devices()[:n]) for n in (4, 8))
     assert few > 1000
     # Devices are looked at one by one in a few places: at 60 calls each, 1,024 devices would double the work of this loop.
     assert many - few <= 4 * 100
@@ -77,7 +79,5 @@ def test_work_grows_linearly_with_leaves():
     def iteration(state):
         return [learn(xs) for learn, xs in zip(learners, state, strict=True)], {}
 
-    few, more, most = (
-        work(iteration, [[jnp.zeros(3)] * n] * 2, P(), "GPUOnly", jax.devices()[:1]) for n in (4, 16, 64)
-    )  # fmt: skip
+    few, more, most = (work(iteration, [[jnp.zeros(3)] * n] * 2, P(), "GPUOnly", jax.devices()[:1]) for n in (4, 16, 64))
     assert (most - more) / (64 - 16) <= 1.25 * (more - few) / (16 - 4)

@@ -111,9 +111,11 @@ def test_a_captured_numpy_array_may_change_after_compiling(where):
     act = msrl.fragment(role="actor")(lambda w: w * factor)
     learn = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
     program = msrl.compile(
-        lambda s: ({"w": learn(s["w"], act(s["w"]))}, {}), {"w": jnp.float32(1)}, policy=where.policy,
+        lambda s: ({"w": learn(s["w"], act(s["w"]))}, {}),
+        {"w": jnp.float32(1)},
+        policy=where.policy,
         devices=jax.devices()[: where.devices],
-    )  # fmt: skip
+    )
     factor[:] = 7
     assert program.run({"w": jnp.float32(1)}, 2)[0]["w"] == 4
 

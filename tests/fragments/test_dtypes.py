@@ -148,17 +148,30 @@ def forms():
             "named": Named(None, s["named"].empty, learn(x)),
             "data": Data(s["data"].w * 0.5),
             "struct": s["struct"].replace(x=x),
-            "once": same, "twice": same, "thrice": same,
-            "reset": jnp.zeros(ENVS), "one": jnp.float32(1), "swap": (s["swap"][1], s["swap"][0]), "nothing": {},
-        }  # fmt: skip
+            "once": same,
+            "twice": same,
+            "thrice": same,
+            "reset": jnp.zeros(ENVS),
+            "one": jnp.float32(1),
+            "swap": (s["swap"][1], s["swap"][0]),
+            "nothing": {},
+        }
         return after, {"x": x, "empty": s["named"].empty, "none": None, "constant": jnp.int32(3), "old": s["reset"]}
 
     def init():
         x = jnp.arange(8.0)
         return {
-            "named": Named(None, jnp.zeros((0, 3)), x), "data": Data(jnp.float32(2)), "struct": Struct(x),
-            "once": x, "twice": x, "thrice": x, "reset": x, "one": jnp.float32(0), "swap": (x, 2 * x), "nothing": {},
-        }  # fmt: skip
+            "named": Named(None, jnp.zeros((0, 3)), x),
+            "data": Data(jnp.float32(2)),
+            "struct": Struct(x),
+            "once": x,
+            "twice": x,
+            "thrice": x,
+            "reset": x,
+            "one": jnp.float32(0),
+            "swap": (x, 2 * x),
+            "nothing": {},
+        }
 
     return Case(iteration, init, None, 3)
 

@@ -12,15 +12,7 @@ from jax.experimental import io_callback
 import msrl_jax as msrl
 from tests.support.compare import POLICIES, assert_close, run_plain
 from tests.support.slow import slow_unless
-from tests.support.small_loop import (
-    AXES,
-    ENVS,
-    act,
-    env_step,
-    initial_state,
-    learn,
-    rollout,
-)
+from tests.support.small_loop import AXES, ENVS, act, env_step, initial_state, learn, rollout
 
 ITERATIONS = 3
 LOG: list = []
@@ -124,10 +116,16 @@ def an_early_effect_that_a_late_program_reads(state):
 
 
 CASES = [
-    placements_take_turns, an_early_effect_that_a_late_program_reads,
-    one_batch_for_two_readers, unordered_batch_for_actors_alone, results_that_nobody_reads, in_a_loop_that_spans_placements,
-    from_time_to_time, inside_of_fragments, a_carry_that_a_callback_makes,
-]  # fmt: skip
+    placements_take_turns,
+    an_early_effect_that_a_late_program_reads,
+    one_batch_for_two_readers,
+    unordered_batch_for_actors_alone,
+    results_that_nobody_reads,
+    in_a_loop_that_spans_placements,
+    from_time_to_time,
+    inside_of_fragments,
+    a_carry_that_a_callback_makes,
+]
 
 
 @functools.cache

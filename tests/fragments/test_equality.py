@@ -18,9 +18,13 @@ def toy_reference():
 
 
 OFTEN = {
-    ("GPUOnly", 2), ("MultiLearner", 8), ("SingleLearnerCoarse", 4), ("SingleLearnerFine", 8), ("Environments", 1),
+    ("GPUOnly", 2),
+    ("MultiLearner", 8),
+    ("SingleLearnerCoarse", 4),
+    ("SingleLearnerFine", 8),
+    ("Environments", 1),
     ("Central", 2),
-}  # fmt: skip
+}
 RUNS = [(name, n) for n in (1, 2, 4, 8) for name in POLICIES]
 
 

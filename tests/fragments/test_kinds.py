@@ -120,9 +120,11 @@ def across_environments():
 
 
 EACH_TIME = {
-    control_flow: ("SingleLearnerCoarse-4", "SingleLearnerFine-2"), scans: ("GPUOnly-4", "SingleLearnerFine-4"),
-    transformations: ("SingleLearnerCoarse-4",), across_environments: ("GPUOnly-4", "Environments-4"),
-}  # fmt: skip
+    control_flow: ("SingleLearnerCoarse-4", "SingleLearnerFine-2"),
+    scans: ("GPUOnly-4", "SingleLearnerFine-4"),
+    transformations: ("SingleLearnerCoarse-4",),
+    across_environments: ("GPUOnly-4", "Environments-4"),
+}
 
 
 @pytest.mark.parametrize(

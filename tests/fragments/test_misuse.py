@@ -40,8 +40,12 @@ def test_a_donated_state_is_refused_by_name(policy):
     program.run(state, 1, donate=True)
     given = program.unwrap(state)
     lost = next(k for k in ("w", "x") if given[k].is_deleted())
-    for use in (lambda: program.run(state, 1), lambda: program.run(state, 1, donate=True), lambda: program(state),
-                lambda: program.place(state)):  # fmt: skip
+    for use in (
+        lambda: program.run(state, 1),
+        lambda: program.run(state, 1, donate=True),
+        lambda: program(state),
+        lambda: program.place(state),
+    ):
         with pytest.raises(RuntimeError, match=rf"state\['{lost}'\].* no longer has memory: .*donate=True.*donate=False"):
             use()
 

@@ -23,9 +23,15 @@ from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
 SMALL = {
-    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "replay.capacity": 256,
-    "hidden_sizes": (8,), "network": "mlp",
-}  # fmt: skip
+    "num_envs": 8,
+    "unroll_length": 4,
+    "num_simulations": 4,
+    "num_updates": 2,
+    "batch_size": 16,
+    "replay.capacity": 256,
+    "hidden_sizes": (8,),
+    "network": "mlp",
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +74,12 @@ def test_what_a_position_was_worth():
     random, terminated, truncated = rng.random((3, length, count)) < np.array([0.1, 0.15, 0.1])[:, None, None]
     reward, estimate, next_value = rng.normal(size=(3, length, count)).astype(np.float32)
     found = position_worth(
-        jnp.asarray(estimate), PlayerMove(jnp.asarray(player), jnp.asarray(random)),
+        jnp.asarray(estimate),
+        PlayerMove(jnp.asarray(player), jnp.asarray(random)),
         MoveOutcome(*map(jnp.asarray, (reward, terminated, truncated)), obs=(), player=jnp.asarray(after)),  # type: ignore[arg-type]
-        jnp.asarray(next_value), discount,
-    )  # fmt: skip
+        jnp.asarray(next_value),
+        discount,
+    )
     for e in range(count):
         for start in range(length):
             total, weight = 0.0, 1.0  # to the first player
@@ -145,8 +153,17 @@ def test_games_that_end_in_an_unroll_are_worth_what_they_brought(game):
 @pytest.mark.long
 def test_learning_follows_the_search(game):
     """Both losses fall, and the network becomes more certain."""
-    agent = build(game, num_envs=32, unroll_length=8, num_simulations=16, num_updates=16, batch_size=64, replay=Positions(4096),
-                  learning_rate=3e-3, hidden_sizes=(32,))  # fmt: skip
+    agent = build(
+        game,
+        num_envs=32,
+        unroll_length=8,
+        num_simulations=16,
+        num_updates=16,
+        batch_size=64,
+        replay=Positions(4096),
+        learning_rate=3e-3,
+        hidden_sizes=(32,),
+    )
     run = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=40))
     _, metrics = run(jax.jit(agent.init)(jax.random.key(0)))
     for name in ("policy_loss", "value_loss", "entropy"):
@@ -184,7 +201,7 @@ def test_trees_take_what_is_said(game, monkeypatch):
         (KuhnPoker(), {}, r"alternating moves and perfect information, but environment 'KuhnPoker' has 2 agents"),
         (Homes(), {}, r"environment 'Homes' has 3 agents"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(env, options, message):
     env = msrl.envs.make(env) if isinstance(env, str) else env
     with pytest.raises(ValueError, match=message):

@@ -103,9 +103,17 @@ def test_who_cannot_play_is_refused():
 def test_a_trained_agent_plays_with_and_without_search():
     small = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16,), "network": "mlp", "eval_episodes": 0}
     result = msrl.train(
-        "alphazero", GAME, total_steps=16 * 8 * 8, num_simulations=16, num_updates=8, batch_size=64, replay="positions:2048",
-        learning_rate="linear:3e-3:1e-3", discount=0.99, **small,
-    )  # fmt: skip
+        "alphazero",
+        GAME,
+        total_steps=16 * 8 * 8,
+        num_simulations=16,
+        num_updates=8,
+        batch_size=64,
+        replay="positions:2048",
+        learning_rate="linear:3e-3:1e-3",
+        discount=0.99,
+        **small,
+    )
     alone, searching = match(GAME, result, at_random(), games=200), match(GAME, with_search(result), at_random(), games=200)
     assert alone.finished.all() and searching.score > max(alone.score, 0.8)
     with pytest.raises(ValueError, match="a player of 'pgx:tic_tac_toe' cannot play 'KuhnPoker'"):

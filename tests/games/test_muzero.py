@@ -33,10 +33,18 @@ from tests.support.slow import slow_unless
 
 E, B, M, N = 8, 16, 3, 2
 SMALL = {
-    "num_envs": E, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": B, "replay.capacity": 512,
+    "num_envs": E,
+    "unroll_length": 4,
+    "num_simulations": 4,
+    "num_updates": 2,
+    "batch_size": B,
+    "replay.capacity": 512,
     "replay.n_step": N,
-    "replay.learning_starts": 64, "model_steps": M, "hidden_sizes": (8,), "latent_size": 6,
-}  # fmt: skip
+    "replay.learning_starts": 64,
+    "model_steps": M,
+    "hidden_sizes": (8,),
+    "latent_size": 6,
+}
 
 
 def plain_rescale(x, epsilon):
@@ -129,10 +137,12 @@ def test_the_loss_in_plain_formulas():
 def test_half_of_a_gradient_goes_through_every_step_of_the_model():
     """A model that multiplies: of `p` to the third power, the slope is 1 + 1/2 + 1/4 in place of 3 where `p` is 1."""
     model = LatentModel(
-        lambda key, obs: (), lambda params, obs: obs, lambda params, latent, action: (params * latent, latent[..., 0]),
+        lambda key, obs: (),
+        lambda params, obs: obs,
+        lambda params, latent, action: (params * latent, latent[..., 0]),
         lambda params, latent: (latent, latent[..., 0]),
-    )  # fmt: skip
-    last = lambda p: unrolled(model, p, jnp.ones((1, 1)), jnp.zeros((M, 1), jnp.int32))[1][-1, 0]  # noqa: E731
+    )
+    last = lambda p: unrolled(model, p, jnp.ones((1, 1)), jnp.zeros((M, 1), jnp.int32))[1][-1, 0]
     assert last(jnp.float32(2.0)) == 8 and jax.grad(last)(jnp.float32(1.0)) == 1 + 0.5 + 0.25
 
 
@@ -141,11 +151,13 @@ ARM = 2
 
 def arms(config, num_actions=4):
     """The search of a config in a model in which one action is rewarded, of which its network knows nothing."""
-    flat = lambda latent: (jnp.zeros((*latent.shape[:-1], num_actions)), jnp.zeros(latent.shape[:-1]))  # noqa: E731
+    flat = lambda latent: (jnp.zeros((*latent.shape[:-1], num_actions)), jnp.zeros(latent.shape[:-1]))
     model = LatentModel(
-        lambda key, obs: (), lambda params, obs: unmasked(obs),
-        lambda params, latent, action: (latent, jnp.where(action == ARM, 1.0, 0.0)), lambda params, latent: flat(latent),
-    )  # fmt: skip
+        lambda key, obs: (),
+        lambda params, obs: unmasked(obs),
+        lambda params, latent, action: (latent, jnp.where(action == ARM, 1.0, 0.0)),
+        lambda params, latent: flat(latent),
+    )
     return jax.jit(
         functools.partial(model_searcher(config, model, config.num_simulations, config.gumbel_scale, config.discount), ())
     )
@@ -175,8 +187,8 @@ def test_a_search_takes_no_illegal_action_and_every_environment_has_its_own():
 def plain_network(params, obs, actions, xp):
     """The networks written out: logits, values and rewards along actions `[M, B]`, without half gradients."""
     p = params["params"]
-    layer = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]  # noqa: E731
-    torso = lambda name, x: xp.maximum(x @ p[name]["Dense_0"]["kernel"] + p[name]["Dense_0"]["bias"], 0)  # noqa: E731
+    layer = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]
+    torso = lambda name, x: xp.maximum(x @ p[name]["Dense_0"]["kernel"] + p[name]["Dense_0"]["bias"], 0)
 
     def scaled(x):
         low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
@@ -238,7 +250,7 @@ def test_one_update_equals_an_independent_implementation(env):
     iterate = counting(agent, 100)
     state = start(agent, 6, iterate)
     keys = iter(jax.random.split(jax.random.key(1), 64))
-    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)  # noqa: E731
+    far = lambda params: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
     state = state._replace(params=far(state.params), target_params=far(state.target_params))
     after, metrics = iterate(state, 6)
     choice = SearchedAction(action_type(env.action_space), jax.ShapeDtypeStruct((env.action_space.n,), jnp.float32))  # type: ignore[arg-type]
@@ -298,7 +310,7 @@ def test_the_first_steps_are_random_and_of_later_ones_a_share(share, low, high):
         ({"num_simulations": 0}, r"MuZero\.num_simulations=0: use an integer of at least 1"),
         ({"network": msrl.algorithms.CustomNetworks(actor=None)}, r"network=CustomNetworks\(\.\.\.\) does not support a model"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_in_one_sentence(options, message):
     with pytest.raises(ValueError, match=message) as error:
         make_still("muzero", msrl.envs.make("CartPole-v1"), **SMALL | options)
@@ -346,7 +358,7 @@ def test_an_agent_searches_outside_of_training_if_asked(tmp_path):
 @pytest.mark.parametrize(
     ("env", "options", "steps", "wanted"),
     [("CartPole-v1", {}, 200_000, 475), ("Catch-bsuite", {"reward_coef": 30}, 150_000, 0.95)],
-)  # fmt: skip
+)
 def test_what_the_page_claims_is_reached_on_all_of_five_seeds(env, options, steps, wanted):
     for seed in range(5):
         result = msrl.train(

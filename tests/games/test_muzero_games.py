@@ -20,10 +20,19 @@ from tests.support.tic_tac_toe import lost_games, perfect
 
 GAME = "pgx:tic_tac_toe"
 SMALL = {
-    "num_envs": 8, "unroll_length": 4, "num_simulations": 4, "num_updates": 2, "batch_size": 16, "replay.capacity": 512,
+    "num_envs": 8,
+    "unroll_length": 4,
+    "num_simulations": 4,
+    "num_updates": 2,
+    "batch_size": 16,
+    "replay.capacity": 512,
     "replay.n_step": 2,
-    "replay.learning_starts": 64, "model_steps": 2, "hidden_sizes": (8,), "latent_size": 6, "network": "mlp",
-}  # fmt: skip
+    "replay.learning_starts": 64,
+    "model_steps": 2,
+    "hidden_sizes": (8,),
+    "latent_size": 6,
+    "network": "mlp",
+}
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +204,7 @@ def test_a_key_that_is_passed_on_is_no_chance():
         (Homes(), r"muzero is for two-player games .* 'Homes' has 3 agents .* use self_play"),
         (KuhnPoker(), r"muzero is for two-player games with alternating .* but environment 'KuhnPoker'"),
     ],
-)  # fmt: skip
+)
 def test_games_that_do_not_fit_are_refused(env, message):
     with pytest.raises(ValueError, match=message):
         make_still("muzero", env, **SMALL)
@@ -221,8 +230,16 @@ def test_an_agent_plays_both_seats_and_searches_in_them(game, tmp_path):
 @pytest.mark.slow
 def test_tic_tac_toe_is_hardly_ever_lost_by_who_has_learned_its_rules(game):
     """1,000 games against perfect play, and all games that any opponent can play; of eight runs, the worst lost 21 and 2."""
-    options = {"hidden_sizes": (128, 128), "latent_size": 128, "reward_coef": 100.0, "value_coef": 30.0, "value_scale": 0.1,
-               "discount": 1.0, "random_share": 0.3, "network": "mlp"}  # fmt: skip
+    options = {
+        "hidden_sizes": (128, 128),
+        "latent_size": 128,
+        "reward_coef": 100.0,
+        "value_coef": 30.0,
+        "value_scale": 0.1,
+        "discount": 1.0,
+        "random_share": 0.3,
+        "network": "mlp",
+    }
     result = msrl.train("muzero", GAME, total_steps=400_000, eval_episodes=1, devices=jax.devices()[:1], **options)
     outcome = match(game, result, perfect(), games=1000)
     games, lost = np.sum([lost_games(game, _of_result(result, game), seat=seat) for seat in (0, 1)], axis=0)

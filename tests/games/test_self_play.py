@@ -17,9 +17,7 @@ from msrl_jax.loops.agents import Experience, Now
 from tests.support.agents import make_still, still
 from tests.support.runs import assert_same_state
 
-SMALL = {
-    "num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2,
-}  # fmt: skip
+SMALL = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2}
 
 
 START = Progress(counter())
@@ -136,9 +134,13 @@ def test_weights_are_those_of_an_equilibrium(size):
         weights = np.asarray(jax.jit(replicator_dynamics)(jnp.asarray(payoff, jnp.float32), jnp.ones(size, bool)))
         # max v with x' A >= v and sum x = 1: the value of a symmetric game is 0.
         exact = linprog(
-            [*np.zeros(size), -1.0], A_ub=np.hstack([-payoff.T, np.ones((size, 1))]), b_ub=np.zeros(size),
-            A_eq=[[*np.ones(size), 0.0]], b_eq=[1.0], bounds=[*[(0, None)] * size, (None, None)],
-        )  # fmt: skip
+            [*np.zeros(size), -1.0],
+            A_ub=np.hstack([-payoff.T, np.ones((size, 1))]),
+            b_ub=np.zeros(size),
+            A_eq=[[*np.ones(size), 0.0]],
+            b_eq=[1.0],
+            bounds=[*[(0, None)] * size, (None, None)],
+        )
         assert abs(exact.fun) < 1e-9 and (payoff @ exact.x[:-1]).max() < 1e-9
         np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-5)
         assert (payoff @ weights).max() <= np.sqrt(2 * np.log(size) / 2048) * np.abs(payoff).max() + 1e-5
@@ -166,7 +168,7 @@ def test_only_the_learners_seat_teaches():
     def learned(changed):
         """The parameters after experience with other numbers where `changed` `[E, 2]`."""
         rng = np.random.default_rng(1)
-        normal = lambda *shape: np.where(changed[..., None], 3.0, rng.normal(size=shape)).astype(np.float32)  # noqa: E731
+        normal = lambda *shape: np.where(changed[..., None], 3.0, rng.normal(size=shape)).astype(np.float32)
         experience = Experience(
             obs=normal(4, 8, 2, 1),
             state=np.zeros((4, 8, 2), np.float32),
@@ -212,9 +214,13 @@ def test_the_pool_stays_where_actors_are():
     agent = build(KuhnPoker())
     state = jax.eval_shape(agent.init, jax.random.key(0))
     program = msrl.compile(
-        agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=4, learners=1), axes=agent.axes,
-        groups={"env": agent.env_group}, devices=jax.devices()[:5],
-    )  # fmt: skip
+        agent.iteration,
+        state,
+        policy=msrl.policies.SingleLearnerCoarse(actors=4, learners=1),
+        axes=agent.axes,
+        groups={"env": agent.env_group},
+        devices=jax.devices()[:5],
+    )
     plan = program.explain()
     assert not [c for c in plan.crossings if "pool" in c.value or "draw_opponents" in c.value]
     up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")

@@ -23,9 +23,18 @@ def agent():
     venv = envs.EpisodeStatistics(envs.vectorize(envs.make("CartPole-v1"), E))
     item = replay.Transition(jnp.zeros(4), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(4))
     buffer = replay.prioritized(
-        item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, shards=4, min_size=LEARNING_STARTS,
-        alpha=ALPHA, epsilon=EPSILON, beta=0.5,
-    )  # fmt: skip
+        item,
+        capacity=CAPACITY,
+        num_envs=E,
+        unroll_length=T,
+        batch_size=B,
+        discount=0.9,
+        shards=4,
+        min_size=LEARNING_STARTS,
+        alpha=ALPHA,
+        epsilon=EPSILON,
+        beta=0.5,
+    )
     optimizer = make_optimizer(types.SimpleNamespace(optimizer="adam", max_grad_norm=10.0), epsilon=1e-8)
     config = types.SimpleNamespace(num_envs=E, unroll_length=T, num_updates=K)
 

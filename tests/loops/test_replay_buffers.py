@@ -31,10 +31,16 @@ def random_data(env, rows=400, seed=0):
 
 CARTPOLE, PENDULUM = envs.make("CartPole-v1"), envs.make("Pendulum-v1")
 DQN = {
-    "num_envs": 16, "unroll_length": 4, "num_updates": 2, "batch_size": 32, "replay.capacity": 512,
+    "num_envs": 16,
+    "unroll_length": 4,
+    "num_updates": 2,
+    "batch_size": 32,
+    "replay.capacity": 512,
     "replay.learning_starts": 64,
-    "hidden_sizes": (8,), "replay.priorities": "prioritized", "replay.n_step": 2,
-}  # fmt: skip
+    "hidden_sizes": (8,),
+    "replay.priorities": "prioritized",
+    "replay.n_step": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +170,7 @@ def trained(tmp_path_factory):
     data.save(random_data(CARTPOLE), folder / "anywhere.npz")
     options = {"devices": jax.devices()[:1], "progress": False, "eval_episodes": 2, "chunk": 2}
     config = DQN | {"data": str(folder / "anywhere.npz")}
-    run = lambda **more: msrl.train("dqn", "CartPole-v1:max_steps_in_episode=9", total_steps=256, **options, **config | more)  # noqa: E731
+    run = lambda **more: msrl.train("dqn", "CartPole-v1:max_steps_in_episode=9", total_steps=256, **options, **config | more)
     return run, run(out=folder / "run"), folder / "run"
 
 

@@ -10,17 +10,7 @@ from msrl_jax.algorithms import counted
 from msrl_jax.networks.custom_network import CustomNetworks
 from msrl_jax.networks.modules import as_network
 from tests.support.modules import FORMS, Head
-from tests.support.off_policy import (
-    B,
-    adam,
-    assert_close,
-    build,
-    counting,
-    drawn,
-    one,
-    plain_policy,
-    wide,
-)
+from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, one, plain_policy, wide
 from tests.support.privileged import pendulum
 from tests.support.random_walk import RandomWalk
 
@@ -114,11 +104,12 @@ def compare_update_of_sac(env, config, state, after, metrics):
 @pytest.mark.parametrize(
     "options",
     [
-        {"returns": "tqc", "num_critics": 3}, {"returns": "c51:num_atoms=11", "layer_norm": True},
+        {"returns": "tqc", "num_critics": 3},
+        {"returns": "c51:num_atoms=11", "layer_norm": True},
         {"network": as_network(FORMS["linen"]), "normalize_observations": True},
     ],
     ids=["qr", "c51", "module"],
-)  # fmt: skip
+)
 def test_whatever_else_critics_are_all_their_dense_layers_are_normalized(options):
     # The critics see more than the actor, which is not normalized.
     agent = counted(algorithms.make(algorithms.SAC, {"target": "cross_q", "hidden_sizes": (16, 8)} | options).build(pendulum()))

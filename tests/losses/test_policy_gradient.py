@@ -9,13 +9,7 @@ import pytest
 
 from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.ppo import ppo_loss
-from msrl_jax.losses import (
-    approximate_kl,
-    clipped_surrogate_loss,
-    clipped_value_loss,
-    policy_gradient_loss,
-    value_loss,
-)
+from msrl_jax.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, policy_gradient_loss, value_loss
 from msrl_jax.networks.distributions import Categorical
 
 
@@ -91,7 +85,7 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
     outside = abs(ratio - 1) > 0.2
     assert (outside != (abs(np.log(ratio)) > 0.2)).any()
 
-    as_float32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    as_float32 = lambda x: jnp.asarray(x, jnp.float32)
     loss, stats = ppo_loss(
         PPO(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3),
         Categorical(as_float32(logits)),

@@ -157,8 +157,7 @@ def test_an_episode_that_ends_early_is_followed_by_another_and_its_end_is_worth_
 
 
 @pytest.mark.parametrize(
-    ("reduction", "value"),
-    [("last", 3), pytest.param("max", 3, marks=pytest.mark.slow), ("sum", 1 + 1 + 1 + 1 + 2 + 3)],
+    ("reduction", "value"), [("last", 3), pytest.param("max", 3, marks=pytest.mark.slow), ("sum", 1 + 1 + 1 + 1 + 2 + 3)]
 )
 def test_metrics_are_of_what_steps_led_to_and_not_of_the_episode_that_begins_then(reduction, value):
     inner = type("Reporting", (StopReason,), {"metrics": {"steps": reduction}})()

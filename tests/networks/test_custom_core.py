@@ -90,7 +90,7 @@ REFUSED = {
     "no outputs": (changed(step=lambda p, x, c: ((x @ p["kernel"]).sum(), c)), "returns outputs .* for a batch of 3"),
     "an unused parameter": (changed(init=unused), r"the parameter \['lost'\]"),
     "a failure": (changed(step=lambda p, x, c: (x @ p["kernel"][:2], c)), r"fails for inputs \[3, 3\]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

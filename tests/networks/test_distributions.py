@@ -1,6 +1,5 @@
 """Distributions against float64 NumPy and against their own samples."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +57,7 @@ def test_an_offset_of_all_logits_changes_no_sample():
 
 def test_normal_samples_have_mean_and_scale():
     keys = jax.random.split(jax.random.key(0), (20_000, 7))
-    tile = lambda x: jnp.broadcast_to(x, (20_000, 7, 3))  # noqa: E731
+    tile = lambda x: jnp.broadcast_to(x, (20_000, 7, 3))
     z = (np.asarray(Normal(tile(LOC), tile(LOG_SCALE)).sample(keys)) - LOC) / np.exp(LOG_SCALE)
     np.testing.assert_allclose(z.mean(0), np.zeros((7, 3)), atol=5 / np.sqrt(20_000))
     np.testing.assert_allclose(z.std(0), np.ones((7, 3)), atol=5 / np.sqrt(40_000))
@@ -198,9 +197,11 @@ TANH_NORMAL = TanhNormal(Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)))
 
 
 ALL = {
-    "categorical": Categorical(jnp.asarray(LOGITS)), "integers": Categorical(jnp.asarray(PADDED), several=True),
-    "normal": TANH_NORMAL.base, "tanh": TANH_NORMAL,
-}  # fmt: skip
+    "categorical": Categorical(jnp.asarray(LOGITS)),
+    "integers": Categorical(jnp.asarray(PADDED), several=True),
+    "normal": TANH_NORMAL.base,
+    "tanh": TANH_NORMAL,
+}
 
 
 @pytest.mark.parametrize("policy", list(ALL.values()), ids=list(ALL))

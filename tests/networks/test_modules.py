@@ -134,7 +134,7 @@ REFUSED = {
     "nothing for a key": (lambda key: None, "returns NoneType for a key"),
     "a class": (modules.Linen, r"Linen is a class; give a module, such as Linen\(...\)"),
     "a number": (3, "int is not a module; give a module of flax.linen"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -21,9 +21,13 @@ from tests.support.guarded_envs import Faulty
 from tests.support.guarded_runs import APART, TOGETHER, WHERE, run
 
 MORE = [
-    ("ppo", "observation", APART), ("dqn", "reward", TOGETHER), ("sac", "reward", APART), ("sac", "observation", TOGETHER),
-    ("es", "reward", TOGETHER), ("dqn", "observation", APART),
-]  # fmt: skip
+    ("ppo", "observation", APART),
+    ("dqn", "reward", TOGETHER),
+    ("sac", "reward", APART),
+    ("sac", "observation", TOGETHER),
+    ("es", "reward", TOGETHER),
+    ("dqn", "observation", APART),
+]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,7 @@ MORE = [
         pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.long),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
-)  # fmt: skip
+)
 def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(algo, what, policy, tmp_path):
     env, (iteration, step) = Faulty(what), WHERE[algo]
     where = rf"in iteration {iteration}, step {step[0] + 1} of {step[1]}"

@@ -103,8 +103,10 @@ def test_codecs_lie_on_the_way_that_they_are_named_after():
     policy = SingleLearnerCoarse(actors=2, buffers=2, trajectory_codec="bfloat16", parameter_codec="uint8")
     edges = policy.layout(jax.devices(), {"env": 8}).codecs
     assert [(e.source, e.destination, str(e.codec)) for e in edges] == [
-        ("actors", "buffers", "bfloat16"), ("buffers", "learners", "bfloat16"), ("learners", "actors", "uint8"),
-    ]  # fmt: skip
+        ("actors", "buffers", "bfloat16"),
+        ("buffers", "learners", "bfloat16"),
+        ("learners", "actors", "uint8"),
+    ]
 
 
 def test_case_of_names_is_ignored():

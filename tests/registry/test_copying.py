@@ -49,7 +49,7 @@ def test_every_algorithm_can_be_copied_and_builds(folder, name):
     copy, original = algorithms.get("mine.py"), algorithms.get(name)
     assert set(algorithms.names()) == {*STOCK, "mine"}  # and no variant, or what it is one of
     assert copy is not original and copy.name == "mine"
-    facts = lambda kind: [(f.name, repr(f.default), f.metadata) for f in dataclasses.fields(kind)]  # noqa: E731
+    facts = lambda kind: [(f.name, repr(f.default), f.metadata) for f in dataclasses.fields(kind)]
     assert facts(copy) == facts(original)
     assert inspect.getdoc(copy) == inspect.getdoc(original)
     for fact in ("__name__", "many_agents", "offline", "privileged"):
@@ -75,8 +75,11 @@ def test_copies_are_clean(folder):
     ],
 )
 def test_from_the_command_line_a_copy_trains_the_same_bits(folder, name, config, capsys):
-    flags = [f"--{'' if value is not False else 'no-'}{key.replace('_', '-')}" + f"={value}" * (not isinstance(value, bool))
-             for key, value in config.items() if key != "hidden_sizes"]  # fmt: skip
+    flags = [
+        f"--{'' if value is not False else 'no-'}{key.replace('_', '-')}" + f"={value}" * (not isinstance(value, bool))
+        for key, value in config.items()
+        if key != "hidden_sizes"
+    ]
     assert cli.main(["copy", name, "mine.py"]) == 0
     assert re.search(rf"mine.py has {name} in \d+ lines; train it with msrl-jax train --algo mine.py", capsys.readouterr().out)
     steps = str(12 * config["num_envs"] * config["unroll_length"])

@@ -109,11 +109,7 @@ class {1}:
         ("gone.py", None, r"gone\.py cannot be read: the file does not exist"),
         ("own.py", "x = 1", r"own\.py has no config; decorate a class"),
         ("own.py", "x = 1\ny = (", r"own\.py, line 2: SyntaxError: '\(' was never closed"),
-        (
-            "own.py",
-            "import msrl_jax" + CONFIG.format("a", "A") + CONFIG.format("b", "B"),
-            r"A, B; say which: own\.py:A",
-        ),
+        ("own.py", "import msrl_jax" + CONFIG.format("a", "A") + CONFIG.format("b", "B"), r"A, B; say which: own\.py:A"),
         ("own.py:Walk", "import msrl_jax" + CONFIG.format("a", "Talk"), r"no config 'Walk' \(did you mean 'Talk'\?\)"),
         ("own.py", "import msrl_jax" + CONFIG.format("ppo", "A"), r"named 'ppo' is registered already; choose another name"),
     ],

@@ -155,9 +155,13 @@ def test_what_cannot_be_kept_once_is_refused(storage, message):
 
 
 RUN = {
-    "num_envs": 8, "unroll_length": 4, "batch_size": 32, "hidden_sizes": (8,), "progress": False,
+    "num_envs": 8,
+    "unroll_length": 4,
+    "batch_size": 32,
+    "hidden_sizes": (8,),
+    "progress": False,
     "policy": "GPUOnly:num_devices=1",
-}  # fmt: skip
+}
 
 
 def test_a_run_is_the_same_and_the_text_of_the_option_is_read():

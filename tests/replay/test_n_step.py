@@ -52,9 +52,7 @@ def test_worked_by_hand(terminated, truncated, expected):
 @pytest.fixture(scope="module", params=mostly_slow(["uniform", "prioritized"], "prioritized"))
 def functions(request):
     make = {"uniform": replay.uniform, "prioritized": replay.prioritized}[request.param]
-    return compiled(
-        make(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=4, discount=DISCOUNT)
-    )
+    return compiled(make(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=4, discount=DISCOUNT))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -90,9 +88,13 @@ def test_transitions_of_several_agents_equal_float64():
     items = replay.Transition(number, number, reward, terminated, truncated, number)
     buffer = replay.uniform(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), items),
-        capacity=steps_taken * num_envs, num_envs=num_envs, unroll_length=steps_taken, batch_size=64, length=length,
+        capacity=steps_taken * num_envs,
+        num_envs=num_envs,
+        unroll_length=steps_taken,
+        batch_size=64,
+        length=length,
         discount=DISCOUNT,
-    )  # fmt: skip
+    )
     batch = jax.jit(lambda key: buffer.sample(buffer.insert(buffer.init(), items), key))(jax.random.key(0))
     got, at = jax.tree.map(np.asarray, (batch.experience, batch.indices))
     ends = truncated | terminated

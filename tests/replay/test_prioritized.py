@@ -72,10 +72,17 @@ def test_small_leaves_keep_their_share_beside_large_ones():
 def functions():
     return compiled(
         replay.prioritized(
-            EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=2, shards=2, alpha=ALPHA,
+            EXAMPLE,
+            capacity=4 * 12,
+            num_envs=4,
+            unroll_length=3,
+            batch_size=16,
+            length=2,
+            shards=2,
+            alpha=ALPHA,
             epsilon=EPSILON,
         )
-    )  # fmt: skip
+    )
 
 
 def after(functions, insertions):

@@ -175,8 +175,8 @@ def test_a_share_of_0_changes_no_batch_and_a_discount_may_be_traced():
 
 def test_goals_of_several_arrays_and_of_packed_observations():
     items, *_ = history()
-    pair = lambda goal: {"a": goal[..., [0, 0]], "b": goal[..., [1, 1]]}  # noqa: E731
-    two = lambda obs: obs | {key: pair(obs[key]) for key in ("achieved_goal", "desired_goal")}  # noqa: E731
+    pair = lambda goal: {"a": goal[..., [0, 0]], "b": goal[..., [1, 1]]}
+    two = lambda obs: obs | {key: pair(obs[key]) for key in ("achieved_goal", "desired_goal")}
     goals = GOALS._replace(
         reward=lambda achieved, desired: reward_of(*(jnp.concatenate([x["a"], x["b"]])[1:3] for x in (achieved, desired)))
     )

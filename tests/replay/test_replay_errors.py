@@ -36,8 +36,11 @@ def test_arguments(arguments, message):
 
 @pytest.mark.parametrize("key", ["capacity", "batch_size", "length"])
 def test_the_capacity_that_an_error_suggests_is_accepted(key):
-    wrong = {"capacity": {"capacity": 4, "length": 7, "stride": 3}, "batch_size": {"batch_size": 999, "stride": 3},
-             "length": {"length": 64, "stride": 6}}[key]  # fmt: skip
+    wrong = {
+        "capacity": {"capacity": 4, "length": 7, "stride": 3},
+        "batch_size": {"batch_size": 999, "stride": 3},
+        "length": {"length": 64, "stride": 6},
+    }[key]
     with pytest.raises(ValueError) as error:
         replay.uniform(EXAMPLE, **{**FITS, **wrong})
     match = re.search(r"a capacity of at least (\d+)", str(error.value))

@@ -70,8 +70,11 @@ def test_costs_do_not_grow_with_the_capacity(make):
         state = jax.eval_shape(buffer.init)
         items = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros((2, 4, *x.shape), x.dtype), EXAMPLE))
         batch = jax.eval_shape(buffer.sample, state, jax.random.key(0))
-        calls = ((buffer.insert, (state, items)), (buffer.sample, (state, jax.random.key(0))),
-                 (buffer.update, (state, batch.indices, batch.probability)))  # fmt: skip
+        calls = (
+            (buffer.insert, (state, items)),
+            (buffer.sample, (state, jax.random.key(0))),
+            (buffer.update, (state, batch.indices, batch.probability)),
+        )
         programs = [jax.jit(fn, donate_argnums=() if fn is buffer.sample else 0).lower(*args).compile() for fn, args in calls]
         return np.array([(p.cost_analysis().get("flops", 0), p.memory_analysis().temp_size_in_bytes) for p in programs])
 

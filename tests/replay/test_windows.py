@@ -29,10 +29,16 @@ def buffer(kind, size):
     unroll_length, length, stride, held = size
     return compiled(
         KINDS[kind](
-            EXAMPLE, capacity=held * NUM_ENVS, num_envs=NUM_ENVS, unroll_length=unroll_length, batch_size=16, length=length,
-            stride=stride, shards=2,
+            EXAMPLE,
+            capacity=held * NUM_ENVS,
+            num_envs=NUM_ENVS,
+            unroll_length=unroll_length,
+            batch_size=16,
+            length=length,
+            stride=stride,
+            shards=2,
         )
-    )  # fmt: skip
+    )
 
 
 def filled(kind, size, insertions, seed, back=0):

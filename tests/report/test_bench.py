@@ -36,9 +36,13 @@ def measurements(measured):
 
 
 SMALL = {
-    "algo": ("a2c",), "num_envs": (8,), "unroll_length": (8,), "seconds": 0.05, "hidden_sizes": (8,),
+    "algo": ("a2c",),
+    "num_envs": (8,),
+    "unroll_length": (8,),
+    "seconds": 0.05,
+    "hidden_sizes": (8,),
     "normalize_observations": True,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +99,9 @@ def test_the_line_and_the_table_show_what_the_host_dispatches(driven, monkeypatc
     _, header, first, second = format_table(driven).splitlines()
     at = header.index("instructions")
     assert first[at:].startswith("one program") and second[at:].split()[:2] == [
-        str(loop.instructions), f"{loop.instruction_microseconds:.1f}",
-    ]  # fmt: skip
+        str(loop.instructions),
+        f"{loop.instruction_microseconds:.1f}",
+    ]
     assert "instructions" not in format_table([fused])
 
 
@@ -110,9 +115,9 @@ def planned(monkeypatch):
     return configs
 
 
-@pytest.mark.parametrize(("env", "algos"), [
-    ("CartPole-v1", ("a2c", "apex_dqn", "dqn", "ppo", "r2d2")), ("Pendulum-v1", ("ddpg", "sac", "td3")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "algos"), [("CartPole-v1", ("a2c", "apex_dqn", "dqn", "ppo", "r2d2")), ("Pendulum-v1", ("ddpg", "sac", "td3"))]
+)
 def test_every_algorithm_has_its_own_defaults(env, algos, planned):
     bench(algos, (env,))
     for algo in algos:
@@ -139,8 +144,13 @@ def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
 
 
 MISTAKES = [
-    {"policy": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algo": ()},
-    {"algo": ("ppo", "cql")}, {"algo": (Experiment(algorithm=PPO()),)},
+    {"policy": ("GPUOnly", "Nowhere")},
+    {"num_envs": (8, 0)},
+    {"repeats": 0},
+    {"seconds": float("nan")},
+    {"algo": ()},
+    {"algo": ("ppo", "cql")},
+    {"algo": (Experiment(algorithm=PPO()),)},
 ]
 
 

@@ -17,12 +17,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 VALUES = {"algo": "ppo", "env": "CartPole-v1", "total_steps": 490_000, "learning_rate": 0.1}
 RECORD = Record(
-    recipe="mine", settings=VALUES, config={}, seeds=[0, 1], steps=[100, 200, 300],
-    returns=[[None, 2.0, 4.0], [None, None, 6.0]], last=[4.0, 6.0], best=[7.0, 9.0], best_steps=[300, 300], evaluations=[300],
-    episodes=256, score="return", seconds={"wall": 12.0, "compile": 3.0}, commit="abc", date="2026-01-01",
+    recipe="mine",
+    settings=VALUES,
+    config={},
+    seeds=[0, 1],
+    steps=[100, 200, 300],
+    returns=[[None, 2.0, 4.0], [None, None, 6.0]],
+    last=[4.0, 6.0],
+    best=[7.0, 9.0],
+    best_steps=[300, 300],
+    evaluations=[300],
+    episodes=256,
+    score="return",
+    seconds={"wall": 12.0, "compile": 3.0},
+    commit="abc",
+    date="2026-01-01",
     versions={"jax": "1", "gymnax": "2", "msrl-jax": "3"},
     hardware={"platform": "cpu", "kind": "cpu", "count": 1, "processor": "A CPU", "cores": 2},
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -97,7 +109,7 @@ def test_returns_published_at_other_steps_are_left_out_but_not_those_that_tell_n
 def test_higher_returns_after_fewer_steps_are_shown_and_remarks_say_why(mine, records):
     row = 'source = "They"\nurl = "u"\nalgo = "ppo"\nenv = "CartPole-v1"\nscore = "greedy"\n'
     higher, lower = (f"[[row]]\n{row}steps = 50_000\nvalue = {value}\n" for value in (9, 7))
-    (records / "published.toml").write_text(f"{higher}remark = \"Why.\"\n{lower}")
+    (records / "published.toml").write_text(f'{higher}remark = "Why."\n{lower}')
     (found,) = rows()
     assert found.cells()[5] == "9 [They](u), greedy, after 50,000 steps"
     rows_of_variant = higher.replace("algo", 'variant = "ppo-wide"\nalgo').replace("They", "Wide")

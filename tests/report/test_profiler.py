@@ -87,9 +87,7 @@ def test_a_simulator_has_the_time_that_it_takes():
 
 
 def test_a_loop_that_is_compiled_as_a_whole_is_of_its_fragment():
-    learn = msrl.fragment(role="learner", name="learn")(
-        lambda x: jax.lax.fori_loop(0, 20_000, lambda i, c: jnp.cos(c + i), x)
-    )
+    learn = msrl.fragment(role="learner", name="learn")(lambda x: jax.lax.fori_loop(0, 20_000, lambda i, c: jnp.cos(c + i), x))
     program = msrl.compile(lambda x: (learn(x), {}), jnp.ones(4), policy=msrl.policies.GPUOnly(num_devices=1), axes=P())
     found = msrl.profile_program(program, jnp.ones(4), **ONCE)
     assert found.shares["learning"] > 0.5 and {part.fragment for part in found.parts if part.phase == "learning"} == {"learn"}
@@ -126,8 +124,9 @@ def test_bad_arguments_are_refused(arguments, words):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("profile") / "run"
-    msrl.train("ppo", "CartPole-v1", policy="GPUOnly:num_devices=1", total_steps=128, eval_episodes=0, out=path, progress=False,
-               **TINY)  # fmt: skip
+    msrl.train(
+        "ppo", "CartPole-v1", policy="GPUOnly:num_devices=1", total_steps=128, eval_episodes=0, out=path, progress=False, **TINY
+    )
     return path
 
 

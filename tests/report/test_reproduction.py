@@ -108,15 +108,15 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     """Else their score would be that of the luckiest evaluation."""
     keys = []
     chosen = SimpleNamespace(
-        of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=(),
-    )  # fmt: skip
+        of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=()
+    )
     for module in ("msrl_jax.report.best_agents", "msrl_jax.run.loop.hooks"):
         monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
     monkeypatch.setattr("msrl_jax.report.best_agents.close_simulators", lambda env: None)
     key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
     experiment = SimpleNamespace(
-        behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key,
-    )  # fmt: skip
+        behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key
+    )
     reproduction.BestAgents().play(experiment, 4)
     keys += [Evaluating(experiment, 4, None)._key, key]
     data = np.concatenate([jax.random.key_data(x).reshape(-1, 2) for x in keys])
@@ -176,9 +176,20 @@ def test_seeds_that_cannot_be_trained_are_refused(folder, tmp_path, given, messa
 
 
 LEARNED = (
-    "ppo-cartpole", "a2c-acrobot", "dqn-cartpole", "r2d2-cartpole", "impala-cartpole", "a3c-cartpole", "pqn-cartpole",
-    "es-cartpole", "ppo-pendulum", "sac-pendulum", "td3-pendulum", "ppo-cnn-breakout", "dqn-breakout",
-)  # fmt: skip
+    "ppo-cartpole",
+    "a2c-acrobot",
+    "dqn-cartpole",
+    "r2d2-cartpole",
+    "impala-cartpole",
+    "a3c-cartpole",
+    "pqn-cartpole",
+    "es-cartpole",
+    "ppo-pendulum",
+    "sac-pendulum",
+    "td3-pendulum",
+    "ppo-cnn-breakout",
+    "dqn-breakout",
+)
 
 
 @pytest.mark.slow

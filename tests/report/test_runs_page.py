@@ -19,9 +19,17 @@ from tests.support.full_disk import no_file_above
 pytestmark = pytest.mark.long
 
 TINY = {
-    "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "total_steps": 6 * 64,
-    "chunk": 1, "eval_episodes": 2, "eval_every": 128, "progress": False,
-}  # fmt: skip
+    "num_envs": 8,
+    "unroll_length": 8,
+    "num_epochs": 1,
+    "num_minibatches": 2,
+    "hidden_sizes": (8,),
+    "total_steps": 6 * 64,
+    "chunk": 1,
+    "eval_episodes": 2,
+    "eval_every": 128,
+    "progress": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +97,43 @@ def test_a_page_has_the_scores_settings_and_times_of_every_run(folder, run, tmp_
 
 def test_every_fact_that_two_runs_differ_in_is_a_row(run, tmp_path):
     facts = {
-        "algorithm": "a", "env": "b", "env_params": {"c": 1, "d": 0.5}, "total_steps": 3_000_000, "seed": 30_000, "seeds": 3,
-        "settings": {"discount": [0.5, 0.125]}, "rank_by": "success", "guard": "skip", "data": {"path": "e"}, "policy": "f",
-    }  # fmt: skip
+        "algorithm": "a",
+        "env": "b",
+        "env_params": {"c": 1, "d": 0.5},
+        "total_steps": 3_000_000,
+        "seed": 30_000,
+        "seeds": 3,
+        "settings": {"discount": [0.5, 0.125]},
+        "rank_by": "success",
+        "guard": "skip",
+        "data": {"path": "e"},
+        "policy": "f",
+    }
     other = dataclasses.replace(run, description=run.description | facts, folder=None)
     other = dataclasses.replace(other, history=stack_rows([], other.description), evaluation=None)
     found = Reader(msrl.runs_page({"first": run, "second": other}, tmp_path / "page.html").read_text())
     rows = {row[0]: row[1:] for row in found.rows}
     words = {
-        "algorithm": ["ppo", "a"], "env": [run.description["env"], "b"], "env_params": ["-", "c: 1, d: 0.5"],
-        "total_steps": ["384", "3,000,000"], "seed": ["0", "30000"], "seeds": ["3"], "discount": ["0.99", "0.5, 0.125"],
-        "rank_by": ["return", "success"], "guard": ["halt", "skip"], "data": ["-", "path: e"], "policy": ["GPUOnly", "f"],
-        "hidden_sizes": ["8"], "max_grad_norm": ["0.5"],
-    }  # fmt: skip
+        "algorithm": ["ppo", "a"],
+        "env": [run.description["env"], "b"],
+        "env_params": ["-", "c: 1, d: 0.5"],
+        "total_steps": ["384", "3,000,000"],
+        "seed": ["0", "30000"],
+        "seeds": ["3"],
+        "discount": ["0.99", "0.5, 0.125"],
+        "rank_by": ["return", "success"],
+        "guard": ["halt", "skip"],
+        "data": ["-", "path: e"],
+        "policy": ["GPUOnly", "f"],
+        "hidden_sizes": ["8"],
+        "max_grad_norm": ["0.5"],
+    }
     assert {name: rows[name] for name in words} == words and "settings" not in rows
 
 
 def with_settings(run, count, pbt=None):
     """The run as if it had had `count` settings, of three seeds each, whose returns are 100 apart; seeds differ by 1."""
-    about = run.description | {"settings": {"learning_rate": [10.0 ** -i for i in range(count)]}, "pbt": pbt}
+    about = run.description | {"settings": {"learning_rate": [10.0**-i for i in range(count)]}, "pbt": pbt}
     about |= {"seeds": 1} if pbt else {}
     returns = np.arange(count if pbt else count * 3)
     returns = returns if pbt else 100.0 * (returns // 3) + returns % 3

@@ -40,25 +40,43 @@ def test_what_works_together_shares_its_time():
 
 def test_what_is_hidden_costs_nothing():
     found = [
-        Activity(0, 3, WORKING, ACT), Activity(1, 5, EXCHANGING, SUM), Activity(2, 7, LAUNCHING, LEARN),
-        Activity(4, 9, MOVING, TRANSFER), Activity(0, 11, DRIVING, PYTHON),
-    ]  # fmt: skip
+        Activity(0, 3, WORKING, ACT),
+        Activity(1, 5, EXCHANGING, SUM),
+        Activity(2, 7, LAUNCHING, LEARN),
+        Activity(4, 9, MOVING, TRANSFER),
+        Activity(0, 11, DRIVING, PYTHON),
+    ]
     assert divided(found, 12.0) == {
-        (WORKING, ACT): 3, (EXCHANGING, SUM): 2, (LAUNCHING, LEARN): 2, (MOVING, TRANSFER): 2, (DRIVING, PYTHON): 2,
+        (WORKING, ACT): 3,
+        (EXCHANGING, SUM): 2,
+        (LAUNCHING, LEARN): 2,
+        (MOVING, TRANSFER): 2,
+        (DRIVING, PYTHON): 2,
         (IDLE, NOBODY): 1,
-    }  # fmt: skip
+    }
 
 
 def test_the_time_between_operations_launches_the_next_one():
     spans = [
-        Span(0, 20, "window"), of(2, 4, "act"), of(5, 8, "learn"), of(2, 8, "while"), Span(1, 12, "wait"),
-        of(12, 13, "act", run=8), Span(13, 15, "transfer"), Span(14, 17, "host simulate"),
-    ]  # fmt: skip
+        Span(0, 20, "window"),
+        of(2, 4, "act"),
+        of(5, 8, "learn"),
+        of(2, 8, "while"),
+        Span(1, 12, "wait"),
+        of(12, 13, "act", run=8),
+        Span(13, 15, "transfer"),
+        Span(14, 17, "host simulate"),
+    ]
     found = divided(list(activities(spans, keyed)), 20.0)
     assert found == {
-        (WORKING, ACT): 3, (WORKING, LEARN): 3, (LAUNCHING, LEARN): 1, (IDLE, NOBODY): 1 + 4, (DRIVING, PYTHON): 1 + 3,
-        (MOVING, TRANSFER): 1, (WORKING, SIMULATE): 3,
-    }  # fmt: skip
+        (WORKING, ACT): 3,
+        (WORKING, LEARN): 3,
+        (LAUNCHING, LEARN): 1,
+        (IDLE, NOBODY): 1 + 4,
+        (DRIVING, PYTHON): 1 + 3,
+        (MOVING, TRANSFER): 1,
+        (WORKING, SIMULATE): 3,
+    }
     assert sum(found.values()) == 20
 
 
@@ -70,9 +88,13 @@ def test_a_device_that_computes_hides_those_that_wait_for_it():
 
 def test_overhead_is_taken_off_the_launches_first():
     times = {
-        (LAUNCHING, ACT): 3.0, (LAUNCHING, LEARN): 1.0, (WORKING, ACT): 4.0, (WORKING, LEARN): 12.0, (DRIVING, PYTHON): 4.0,
+        (LAUNCHING, ACT): 3.0,
+        (LAUNCHING, LEARN): 1.0,
+        (WORKING, ACT): 4.0,
+        (WORKING, LEARN): 12.0,
+        (DRIVING, PYTHON): 4.0,
         (IDLE, NOBODY): 2.0,
-    }  # fmt: skip
+    }
     by_hand = [(0, 7, 13, 4), (1, 6.5, 12.5, 4), (3, 5, 12, 4), (4, 4, 12, 4), (9, 3, 9, 3), (99, 0, 0, 0)]
     for overhead, act, learn, python in by_hand:
         left = without_overhead(times, {ACT: 10, LEARN: 10}, overhead)

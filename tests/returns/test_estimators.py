@@ -79,7 +79,7 @@ def summed_vtrace(ratio, reward, value, next_value, terminated, truncated, *, di
     """Sums eq. 1 forwards; then the weighted one-step advantages of the corrected successors."""
     target, advantage = np.zeros(T), np.zeros(T)
     for steps in episodes(terminated, truncated):
-        future = lambda k: 0.0 if terminated[k] else next_value[k]  # noqa: E731
+        future = lambda k: 0.0 if terminated[k] else next_value[k]
         for s in steps:
             target[s] = value[s]
             for t in range(s, steps.stop):
@@ -238,9 +238,7 @@ def test_gae_by_hand():
     np.testing.assert_allclose(got, [-1.25, 3.0, -2.25, -1.0])
 
 
-SUCCESSORS = (
-    jnp.array([2.0, 8.0, 2.0, 100.0]), jnp.array([False, False, False, True]), jnp.array([False, True, False, False])
-)  # fmt: skip
+SUCCESSORS = (jnp.array([2.0, 8.0, 2.0, 100.0]), jnp.array([False, False, False, True]), jnp.array([False, True, False, False]))
 
 
 def test_returns_by_hand():

@@ -83,9 +83,10 @@ def test_the_scale_of_targets_whose_squares_are_no_float32(large, masked):
     ("algorithm", "scaled"),
     [
         slow_unless(name == "ppo" and scaled, name, scaled)
-        for name in ("ppo", "recurrent_ppo", "mappo") for scaled in (True, False)
+        for name in ("ppo", "recurrent_ppo", "mappo")
+        for scaled in (True, False)
     ],
-)  # fmt: skip
+)
 def test_critics_learn_values_of_the_order_of_one(algorithm, scaled):
     """Rewards of hundreds give value losses of thousands, and of about 1 where values are scaled."""
 
@@ -95,9 +96,15 @@ def test_critics_learn_values_of_the_order_of_one(algorithm, scaled):
             return state, obs, 1000 * reward, terminated, truncated
 
     agent = make_still(
-        algorithm, InCents(), num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1,
+        algorithm,
+        InCents(),
+        num_envs=16,
+        unroll_length=8,
+        hidden_sizes=(8,),
+        num_epochs=1,
+        num_minibatches=1,
         normalize_values=scaled,
-    )  # fmt: skip
+    )
     _, metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=3))(
         jax.random.key(0)
     )

@@ -104,7 +104,7 @@ def test_with_more_environments_the_predictor_learns_from_as_much_as_with_32():
     state, nothing = init(jax.random.key(0)), jnp.zeros((2, num_envs))
     obs = np.float32(np.random.default_rng(0).normal(size=(3, num_envs, 3)))
     t = Trajectory(obs[:-1], *[nothing] * 3, *[nothing > 0] * 2)
-    loss = lambda key: explore(state._replace(key=key), t, obs[-1], Progress(counter()))[2]["rnd_loss"]  # noqa: E731
+    loss = lambda key: explore(state._replace(key=key), t, obs[-1], Progress(counter()))[2]["rnd_loss"]
     drawn = jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(1), draws))
     x = np.clip((obs[:-1] - obs[:-1].mean((0, 1))) / obs[:-1].std((0, 1)), -5, 5)
     each = ((plain_mlp(state.params["predictor"], x, np) - plain_mlp(state.target, x, np)) ** 2).mean(-1)
@@ -128,6 +128,6 @@ def test_impala_rnd_refuses_replay():
 def test_ppo_explores_a_deep_sea_with_it_and_not_without():
     """One sequence of 20 actions in 2**20 is rewarded, by 0.99; the others cost up to 0.01."""
     env, options = msrl.envs.make("DeepSea-bsuite", size=20), {"learning_rate": 1e-3, "seeds": 3, "progress": False}
-    train = lambda name: msrl.train(name, env, total_steps=100_000, eval_episodes=32, **options)  # noqa: E731
+    train = lambda name: msrl.train(name, env, total_steps=100_000, eval_episodes=32, **options)
     assert (train("ppo_rnd").evaluation.mean_return > 0.9).all()
     assert (train("ppo").evaluation.mean_return < 0.01).all()

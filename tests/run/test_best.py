@@ -17,10 +17,23 @@ ITERATIONS = 320
 def train(out, iterations=ITERATIONS, **options):
     """At most one episode of a member ends in an iteration of two steps, so that the history lists all episodes."""
     return msrl.train(
-        "ppo", Lottery(short=2, long=8), total_steps=2 * iterations, chunk=1, checkpoint_every=2 * 40, keep_checkpoints=99,
-        eval_episodes=0, out=out, devices=jax.devices()[:1], progress=False, num_envs=1, unroll_length=2, num_epochs=1,
-        num_minibatches=1, hidden_sizes=(4,), **options,
-    )  # fmt: skip
+        "ppo",
+        Lottery(short=2, long=8),
+        total_steps=2 * iterations,
+        chunk=1,
+        checkpoint_every=2 * 40,
+        keep_checkpoints=99,
+        eval_episodes=0,
+        out=out,
+        devices=jax.devices()[:1],
+        progress=False,
+        num_envs=1,
+        unroll_length=2,
+        num_epochs=1,
+        num_minibatches=1,
+        hidden_sizes=(4,),
+        **options,
+    )
 
 
 def scores(path):
@@ -65,10 +78,25 @@ def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due
 
     def train(**options):
         return msrl.train(
-            "ppo", "CartPole-v1:max_steps_in_episode=60", total_steps=16 * 64, chunk=1, eval_episodes=4, eval_every=3 * 64,
-            checkpoint_every=every, keep_checkpoints=1, out=tmp_path, devices=jax.devices()[:1], progress=False, num_envs=8,
-            unroll_length=8, num_epochs=1, num_minibatches=2, hidden_sizes=(8,), learning_rate=0.02, **options,
-        )  # fmt: skip
+            "ppo",
+            "CartPole-v1:max_steps_in_episode=60",
+            total_steps=16 * 64,
+            chunk=1,
+            eval_episodes=4,
+            eval_every=3 * 64,
+            checkpoint_every=every,
+            keep_checkpoints=1,
+            out=tmp_path,
+            devices=jax.devices()[:1],
+            progress=False,
+            num_envs=8,
+            unroll_length=8,
+            num_epochs=1,
+            num_minibatches=2,
+            hidden_sizes=(8,),
+            learning_rate=0.02,
+            **options,
+        )
 
     train(callbacks=[stop_after(8)])
     history = train(resume=True).history

@@ -19,17 +19,23 @@ from tests.support.transitions import noise
 
 ENV, ITERATIONS = "CartPole-v1:max_steps_in_episode=20", 6
 DRAWN = {
-    "length": envs.uniform(0.25, envs.ramp(0.5, 2, 1000)), "gravity": envs.choice([8.0, 12.0]),
-    "max_steps_in_episode": envs.uniform(4, 9), "force_mag": 10,
-}  # fmt: skip
+    "length": envs.uniform(0.25, envs.ramp(0.5, 2, 1000)),
+    "gravity": envs.choice([8.0, 12.0]),
+    "max_steps_in_episode": envs.uniform(4, 9),
+    "force_mag": 10,
+}
 SMALL = {
     "ppo": {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 1, "num_minibatches": 2},
     "dqn": {
-        "num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "replay.learning_starts": 128, "batch_size": 32,
+        "num_envs": 16,
+        "unroll_length": 8,
+        "hidden_sizes": (8,),
+        "replay.learning_starts": 128,
+        "batch_size": 32,
         "num_updates": 2,
         "replay.capacity": 1024,
     },
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -80,19 +86,22 @@ def longer(tick):
     tick.set_env_params({"gravity": 9.0 + tick.iteration})
 
 
-KINDS = {
-    "level": (curriculum, harder),
-    "values": (lambda: {"length": envs.uniform(0.25, 0.5), "gravity": 9.8}, longer),
-}
+KINDS = {"level": (curriculum, harder), "values": (lambda: {"length": envs.uniform(0.25, 0.5), "gravity": 9.8}, longer)}
 
 
 def train(kind, out=None, callbacks=(), policy="GPUOnly:num_devices=1", **options):
     given, change = KINDS[kind]
     options = {"chunk": 2, "eval_episodes": 4, "progress": False, "seed": 3, "total_steps": 128 * 12} | options
     return msrl.train(
-        "ppo", ENV, env_params=options.pop("env_params", given()), policy=policy, out=out,
-        callbacks=[change, *callbacks], **options, **SMALL["ppo"],
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        env_params=options.pop("env_params", given()),
+        policy=policy,
+        out=out,
+        callbacks=[change, *callbacks],
+        **options,
+        **SMALL["ppo"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +154,18 @@ def test_episodes_are_played_with_the_parameters_of_the_run_unless_told_otherwis
         tick.set_env_params({"max_steps_in_episode": 2})
 
     result = msrl.train(
-        "ppo", ENV, env_params=steps, total_steps=512, chunk=2, progress=False, eval_episodes=4, eval_every=128,
-        callbacks=[shorter], out=tmp_path / "run", **SMALL["ppo"],
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        env_params=steps,
+        total_steps=512,
+        chunk=2,
+        progress=False,
+        eval_episodes=4,
+        eval_every=128,
+        callbacks=[shorter],
+        out=tmp_path / "run",
+        **SMALL["ppo"],
+    )
     np.testing.assert_array_equal(result.history["eval_length"], [3, 2])
     run = Result.load(tmp_path / "run")
     assert set(run.evaluate(4).lengths) == {2}

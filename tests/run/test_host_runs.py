@@ -146,9 +146,14 @@ def test_memory_stays_flat_over_a_million_steps():
 
     held = []
     msrl.train(
-        "ppo", "gymnasium:CartPole-v1:num_workers=2", policy=POLICY, total_steps=1_000_000,
-        callbacks=[lambda tick: held.append((tick.step, resident()))], chunk=20, **SMALL | {"num_envs": 64},
-    )  # fmt: skip
+        "ppo",
+        "gymnasium:CartPole-v1:num_workers=2",
+        policy=POLICY,
+        total_steps=1_000_000,
+        callbacks=[lambda tick: held.append((tick.step, resident()))],
+        chunk=20,
+        **SMALL | {"num_envs": 64},
+    )
     early = [size for step, size in held if 200_000 < step < 400_000]
     late = [size for step, size in held if step > 800_000]
     assert np.mean(late) - np.mean(early) < 2**23, "8 MiB"

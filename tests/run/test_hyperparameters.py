@@ -26,9 +26,16 @@ def options(tiny, one_device):
 def swept(options, tmp_path_factory):
     """Two settings with three seeds each."""
     return msrl.train(
-        "ppo", ENV, seed=3, seeds=3, learning_rate=RATES, discount=np.array(DISCOUNTS), eval_every=2 * 64,
-        out=tmp_path_factory.mktemp("runs") / "run", **options,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        seed=3,
+        seeds=3,
+        learning_rate=RATES,
+        discount=np.array(DISCOUNTS),
+        eval_every=2 * 64,
+        out=tmp_path_factory.mktemp("runs") / "run",
+        **options,
+    )
 
 
 @pytest.mark.long
@@ -40,8 +47,10 @@ def test_a_member_is_the_run_with_its_setting_and_seed(swept, options):
     assert_member(swept, 3 * setting + seed, alone)
     assert_near(swept.member_state(3 * setting + seed).params, alone.state.params)
     assert swept.settings[3 * setting + seed] == {
-        "seed": 3 + seed, "learning_rate": RATES[setting], "discount": DISCOUNTS[setting],
-    }  # fmt: skip
+        "seed": 3 + seed,
+        "learning_rate": RATES[setting],
+        "discount": DISCOUNTS[setting],
+    }
 
 
 @pytest.mark.long
@@ -113,9 +122,17 @@ def test_a_run_goes_on_and_is_loaded(swept, options, tmp_path):
     obs = np.zeros(4, np.float32)
     np.testing.assert_array_equal(loaded.probabilities(obs, member=4), swept.probabilities(obs, member=4))
     part = msrl.train(
-        "ppo", ENV, seed=3, seeds=3, learning_rate=RATES, discount=DISCOUNTS, eval_every=2 * 64, out=tmp_path / "run",
-        callbacks=[lambda tick: tick.iteration == 2], **options,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        seed=3,
+        seeds=3,
+        learning_rate=RATES,
+        discount=DISCOUNTS,
+        eval_every=2 * 64,
+        out=tmp_path / "run",
+        callbacks=[lambda tick: tick.iteration == 2],
+        **options,
+    )
     assert part.status == "stopped"
     rest = msrl.train(resume=tmp_path / "run", learning_rate=RATES, devices=options["devices"], progress=False)
     assert jax.tree.all(jax.tree.map(np.array_equal, rest.state.params, swept.state.params))

@@ -29,9 +29,7 @@ def assert_member(members, member, alone):
             mine = mine[:, member] if mine.ndim > 1 else mine
             np.testing.assert_allclose(mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
     of_member = members.member_state(member)
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(of_member.params), jax.tree.leaves(alone.state.params), strict=True
-    ):
+    for (path, x), y in zip(jax.tree.leaves_with_path(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
     np.testing.assert_array_equal(*keys)
@@ -49,9 +47,17 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device):
 def test_members_of_every_algorithm_equal_separate_runs(algo, one_device):
     def train(**seeds):
         return msrl.train(
-            algo.partition("+")[0], RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device,
-            progress=False, **seeds, **SMALL, **PARTICULAR[algo],
-        )  # fmt: skip
+            algo.partition("+")[0],
+            RandomWalk(),
+            total_steps=3 * 48,
+            chunk=3,
+            eval_episodes=0,
+            devices=one_device,
+            progress=False,
+            **seeds,
+            **SMALL,
+            **PARTICULAR[algo],
+        )
 
     both = train(seed=3, seeds=2)
     assert_member(both, 0, train(seed=3))
@@ -68,9 +74,17 @@ def test_the_history_has_a_column_per_member(members):
 @pytest.mark.long
 def test_members_split_over_devices_are_the_same_members(members, tiny):
     split = msrl.train(
-        "ppo", ENV, total_steps=6 * 64, chunk=2, seed=3, seeds=3, eval_episodes=0, devices=jax.devices()[:2],
-        progress=False, **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        total_steps=6 * 64,
+        chunk=2,
+        seed=3,
+        seeds=3,
+        eval_episodes=0,
+        devices=jax.devices()[:2],
+        progress=False,
+        **tiny,
+    )
     assert split.summary()["devices"] == 2
     np.testing.assert_allclose(split.history["entropy"], members.history["entropy"], rtol=1e-4, atol=1e-5)
 
@@ -86,8 +100,10 @@ def test_keys_follow_the_seed():
 def test_the_member_axis_comes_first():
     axes = {"params": P(), "env": P("env"), "obs": (P(None, "env"), None)}
     assert member_axes(axes) == {
-        "params": P("member"), "env": P("member", "env"), "obs": (P("member", None, "env"), P("member")),
-    }  # fmt: skip
+        "params": P("member"),
+        "env": P("member", "env"),
+        "obs": (P("member", None, "env"), P("member")),
+    }
 
 
 def test_members_have_the_keys_of_single_runs():

@@ -84,10 +84,28 @@ def test_two_processes_train_as_one(pair, case):
 
 
 RUN = [
-    "train", "--env", cluster.ENV, "--policy", "SingleLearnerCoarse", "--num-envs", "8", "--unroll-length", "8",
-    "--hidden-sizes", "8", "--num-minibatches", "2", "--num-epochs", "1", "--eval-episodes", "0", "--chunk", "2",
-    "--progress", "lines",
-]  # fmt: skip
+    "train",
+    "--env",
+    cluster.ENV,
+    "--policy",
+    "SingleLearnerCoarse",
+    "--num-envs",
+    "8",
+    "--unroll-length",
+    "8",
+    "--hidden-sizes",
+    "8",
+    "--num-minibatches",
+    "2",
+    "--num-epochs",
+    "1",
+    "--eval-episodes",
+    "0",
+    "--chunk",
+    "2",
+    "--progress",
+    "lines",
+]
 
 
 def command(*argv):
@@ -143,7 +161,7 @@ def run_until_saved(launched, folder, *argv):
     """A run that has written a checkpoint, its output, and its processes."""
     before = {c.iteration for c in checkpoint.complete_checkpoints(folder)}
     launcher, output = launched(folder, *argv)
-    new = lambda: {c.iteration for c in checkpoint.complete_checkpoints(folder)} - before  # noqa: E731
+    new = lambda: {c.iteration for c in checkpoint.complete_checkpoints(folder)} - before
     wait_for(lambda: new() or launcher.poll() is not None, START, "the run writes no checkpoint")
     assert launcher.poll() is None, output()
     return launcher, output, children_of(launcher.pid)
@@ -173,9 +191,20 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
 
     mine = Result.load(folder)
     theirs = msrl.train(
-        "ppo", cluster.ENV, policy="SingleLearnerCoarse", total_steps=total, num_envs=8, unroll_length=8, hidden_sizes=(8,),
-        num_minibatches=2, num_epochs=1, eval_episodes=0, chunk=2, progress=False, devices=jax.devices()[:2],
-    )  # fmt: skip
+        "ppo",
+        cluster.ENV,
+        policy="SingleLearnerCoarse",
+        total_steps=total,
+        num_envs=8,
+        unroll_length=8,
+        hidden_sizes=(8,),
+        num_minibatches=2,
+        num_epochs=1,
+        eval_episodes=0,
+        chunk=2,
+        progress=False,
+        devices=jax.devices()[:2],
+    )
     for (path, x), y in zip(jax.tree.leaves_with_path(mine.state), jax.tree.leaves(theirs.state), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)

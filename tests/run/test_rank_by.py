@@ -22,9 +22,10 @@ PBT = msrl.PBT({"learning_rate": envs.log_uniform(1e-4, 1e-1)}, members=4, every
 
 def train(tiny, env=None, **options):
     return msrl.train(
-        "ppo", env or Measured(),
+        "ppo",
+        env or Measured(),
         **{"total_steps": 6 * 64, "chunk": 1, "devices": jax.devices()[:1], "progress": False, **tiny, **options},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -11,9 +11,13 @@ import msrl_jax as msrl
 from msrl_jax import algorithms
 
 SMALL = {
-    "num_envs": 4, "unroll_length": 4, "hidden_sizes": (4,), "eval_episodes": 0, "progress": False,
+    "num_envs": 4,
+    "unroll_length": 4,
+    "hidden_sizes": (4,),
+    "eval_episodes": 0,
+    "progress": False,
     "devices": jax.devices()[:1],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,12 @@ def test_an_unreadable_value_is_refused(text):
 
 
 CODEC_FIELDS = [
-    (SingleLearnerCoarse, "trajectory_codec"), (SingleLearnerCoarse, "parameter_codec"),
-    (SingleLearnerFine, "observation_codec"), (Central, "gradient_codec"), (Central, "parameter_codec"),
-]  # fmt: skip
+    (SingleLearnerCoarse, "trajectory_codec"),
+    (SingleLearnerCoarse, "parameter_codec"),
+    (SingleLearnerFine, "observation_codec"),
+    (Central, "gradient_codec"),
+    (Central, "parameter_codec"),
+]
 
 
 @pytest.mark.parametrize(("policy", "field"), CODEC_FIELDS)

@@ -99,9 +99,16 @@ def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
 
     with pytest.raises(ValueError, match=r"callback .*greedy deleted or donated tick\.state\.params.*; donate a copy"):
         msrl.train(
-            "ppo", ENV, total_steps=128, chunk=1, eval_episodes=0, devices=one_device, callbacks=[greedy], progress=False,
+            "ppo",
+            ENV,
+            total_steps=128,
+            chunk=1,
+            eval_episodes=0,
+            devices=one_device,
+            callbacks=[greedy],
+            progress=False,
             **tiny,
-        )  # fmt: skip
+        )
 
 
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
@@ -113,9 +120,16 @@ def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
         return np.bool_(tick.iteration == 2)  # what comparisons of arrays give
 
     run = msrl.train(
-        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[stop_after_two],
-        progress=False, **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        total_steps=4 * 64,
+        chunk=1,
+        eval_episodes=0,
+        devices=one_device,
+        callbacks=[stop_after_two],
+        progress=False,
+        **tiny,
+    )
     assert [s[:3] for s in seen] == [(64, 1, 256), (128, 2, 256)]
     np.testing.assert_array_equal(run.history["entropy"], [s[3] for s in seen])
     assert run.status == "stopped" and to_int(run.run_state.count) == 2
@@ -137,9 +151,17 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path, heeded
                 signal.raise_signal(signal.SIGINT)  # the second one means it
 
     run = msrl.train(
-        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, out=tmp_path / "run", callbacks=[press],
-        progress=False, **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        total_steps=4 * 64,
+        chunk=1,
+        eval_episodes=0,
+        devices=one_device,
+        out=tmp_path / "run",
+        callbacks=[press],
+        progress=False,
+        **tiny,
+    )
     assert run.interrupted and signal.getsignal(signal.SIGINT) is heeded
     np.testing.assert_array_equal(run.history["iteration"], [1, 2])
     loaded = Result.load(tmp_path / "run")
@@ -153,9 +175,8 @@ def test_a_callback_may_raise_ctrl_c_and_nothing_is_written_unless_asked_for(tin
 
     monkeypatch.chdir(tmp_path)
     run = msrl.train(
-        "ppo", ENV, total_steps=2 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[press], progress=False,
-        **tiny,
-    )  # fmt: skip
+        "ppo", ENV, total_steps=2 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[press], progress=False, **tiny
+    )
     assert run.interrupted and to_int(run.run_state.count) == 1
     assert list(tmp_path.iterdir()) == []
     captured = capfd.readouterr()
@@ -227,7 +248,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
 
 
 def test_a_hook_stops_a_run_by_any_true_value_and_by_no_status_of_its_own():
-    answering = lambda answer: type("Answering", (), {"after": lambda self, run: answer})()  # noqa: E731
+    answering = lambda answer: type("Answering", (), {"after": lambda self, run: answer})()
     for answer in (True, np.True_, jnp.bool_(True)):
         assert _call(answering(answer), "after", None) == StopReason("stopped")
     for answer in (None, False, np.False_, 1, "stop"):

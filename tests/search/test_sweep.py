@@ -44,9 +44,18 @@ def folder(tmp_path_factory):
 def swept(folder, tiny, one_device):
     """Two learning rates by two numbers of environments with two seeds each."""
     return msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8, 16], seeds=2, seed=3, out=folder,
-        devices=one_device, **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        method="grid",
+        learning_rate=[1e-3, 3e-2],
+        num_envs=[8, 16],
+        seeds=2,
+        seed=3,
+        out=folder,
+        devices=one_device,
+        **COMMON,
+        **{k: v for k, v in tiny.items() if k != "num_envs"},
+    )
 
 
 MISTAKES = [
@@ -66,7 +75,7 @@ MISTAKES = [
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first comparison is after 8 of total_steps=384"),
     ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= does not work with"),
     ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True needs the folder of the sweep"),
-]  # fmt: skip
+]
 
 
 def test_a_field_without_effect_in_some_trials_is_refused():
@@ -116,11 +125,17 @@ def test_numbers_of_the_command_are_exact(tiny):
     (rate,) = (row["learning_rate"] for row in choose_trials(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
     assert len(repr(rate)) > 15
     about = {
-        "algorithm": "ppo", "class": "msrl_jax.algorithms.ppo:PPO", "env_spec": ENV, "policy": "GPUOnly", "seed": 0,
+        "algorithm": "ppo",
+        "class": "msrl_jax.algorithms.ppo:PPO",
+        "env_spec": ENV,
+        "policy": "GPUOnly",
+        "seed": 0,
         "env_params": {"length": "uniform(0.25, 1)"},
-        "total_steps": 64, "seeds": 1, "eval_episodes": 0,
+        "total_steps": 64,
+        "seeds": 1,
+        "eval_episodes": 0,
         "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
-    }  # fmt: skip
+    }
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0, rank_by="success")
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
     given = parse("msrl-jax train", COMMANDS["train"], shlex.split(command)[2:]).given
@@ -194,9 +209,18 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
     monkeypatch.setattr("msrl_jax.search.trial_scheduler.train", None)
     again = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
-        **COMMON, **(tiny | {"num_envs": [8, 16]}),
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        method="grid",
+        learning_rate=[1e-3, 3e-2],
+        seeds=2,
+        seed=3,
+        out=folder,
+        resume=True,
+        devices=one_device,
+        **COMMON,
+        **(tiny | {"num_envs": [8, 16]}),
+    )
     assert again.trials == swept.trials
 
 
@@ -204,17 +228,32 @@ def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_devi
 def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
     halved = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, min_steps=256, members_at_once=4, seeds=2,
-        devices=one_device, out=tmp_path / "sweep", **(COMMON | {"total_steps": 8 * 64}), **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        method="grid",
+        learning_rate=[1e-5, 1e-3, 1e-2, 2e-2],
+        halving=2,
+        min_steps=256,
+        members_at_once=4,
+        seeds=2,
+        devices=one_device,
+        out=tmp_path / "sweep",
+        **(COMMON | {"total_steps": 8 * 64}),
+        **tiny,
+    )
     through = [trial for trial in halved.trials if trial.rung == 1]
     assert len(through) == 2 and {trial.steps for trial in through} == {8 * 64} and len(halved.runs) == 3
     last = halved.run(through[0])
     assert last.history["iteration"][0] == 4 and last.members == 4, "its first row is the last one of the first rung"
     alone = msrl.train(
-        "ppo", ENV, seeds=2, learning_rate=[trial.values["learning_rate"] for trial in through], devices=one_device,
-        **(COMMON | {"total_steps": 8 * 64}), **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        seeds=2,
+        learning_rate=[trial.values["learning_rate"] for trial in through],
+        devices=one_device,
+        **(COMMON | {"total_steps": 8 * 64}),
+        **tiny,
+    )
     for i, trial in enumerate(through):
         for seed in range(2):
             found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(2 * i + seed)
@@ -222,9 +261,18 @@ def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
             for x, y in zip(*both, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     kept = msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, min_steps=256, members_at_once=4, seeds=2,
-        devices=one_device, **(COMMON | {"total_steps": 8 * 64}), **tiny,
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        method="grid",
+        learning_rate=[1e-5, 1e-3, 1e-2, 2e-2],
+        halving=2,
+        min_steps=256,
+        members_at_once=4,
+        seeds=2,
+        devices=one_device,
+        **(COMMON | {"total_steps": 8 * 64}),
+        **tiny,
+    )
     assert [(t.rank, t.returns) for t in kept.trials] == [(t.rank, t.returns) for t in halved.trials], "without a folder"
 
 
@@ -232,9 +280,17 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
     def sweep(**options):
         with pytest.raises(InterruptedError):
             msrl.sweep(
-                "ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3, 3e-3, 4e-3, 5e-3], seeds=2, devices=one_device,
-                out=tmp_path / str(len(list(tmp_path.iterdir()))), **COMMON, **tiny, **options,
-            )  # fmt: skip
+                "ppo",
+                ENV,
+                method="grid",
+                learning_rate=[1e-3, 2e-3, 3e-3, 4e-3, 5e-3],
+                seeds=2,
+                devices=one_device,
+                out=tmp_path / str(len(list(tmp_path.iterdir()))),
+                **COMMON,
+                **tiny,
+                **options,
+            )
 
     def interrupt(*args, **kwargs):
         trained.append(len(args[0].settings["learning_rate"]))
@@ -262,9 +318,15 @@ def test_a_trial_that_does_not_fit_alone_is_refused(tiny, monkeypatch):
 @pytest.mark.slow
 def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
     arguments = {
-        "method": "grid", "learning_rate": [1e-3, 1e-2], "members_at_once": 1, "devices": one_device, "out": tmp_path / "sweep",
-        "resume": True, **COMMON, **tiny,
-    }  # fmt: skip
+        "method": "grid",
+        "learning_rate": [1e-3, 1e-2],
+        "members_at_once": 1,
+        "devices": one_device,
+        "out": tmp_path / "sweep",
+        "resume": True,
+        **COMMON,
+        **tiny,
+    }
     ended = msrl.sweep("ppo", ENV, time_limit=1e-3, **arguments)
     assert ended.interrupted and ended.stop_reason == "time limit" and "2 trials were not trained" in repr(ended)
     assert [trial.rank for trial in ended.trials] == [None, None]
@@ -276,10 +338,26 @@ def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
 
 def sweep_to_kill(out):
     return msrl.sweep(
-        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-3, 1e-2, 3e-2], halving=2, min_steps=2_560, members_at_once=2,
-        total_steps=64 * 80, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
-        hidden_sizes=(8,), eval_episodes=4, out=out, resume=True, progress="lines", policy="GPUOnly:num_devices=1",
-    )  # fmt: skip
+        "ppo",
+        ENV,
+        method="grid",
+        learning_rate=[1e-3, 3e-3, 1e-2, 3e-2],
+        halving=2,
+        min_steps=2_560,
+        members_at_once=2,
+        total_steps=64 * 80,
+        checkpoint_every=640,
+        num_envs=8,
+        unroll_length=8,
+        num_epochs=1,
+        num_minibatches=2,
+        hidden_sizes=(8,),
+        eval_episodes=4,
+        out=out,
+        resume=True,
+        progress="lines",
+        policy="GPUOnly:num_devices=1",
+    )
 
 
 @pytest.mark.long
@@ -302,10 +380,28 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
 def test_the_command_line_sweeps(tmp_path, capsys):
     tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
     words = [
-        "sweep", "--env", ENV, "--learning-rate", "log:1e-4:1e-2", "--clip-value", "0.2", "--num", "2",
-        "--total-steps", "128", "--eval-episodes", "2", "--out", str(tmp_path / "sweep"), "--plot",
-        str(tmp_path / "sweep.png"), "--progress", "none", "--json", *tiny,
-    ]  # fmt: skip
+        "sweep",
+        "--env",
+        ENV,
+        "--learning-rate",
+        "log:1e-4:1e-2",
+        "--clip-value",
+        "0.2",
+        "--num",
+        "2",
+        "--total-steps",
+        "128",
+        "--eval-episodes",
+        "2",
+        "--out",
+        str(tmp_path / "sweep"),
+        "--plot",
+        str(tmp_path / "sweep.png"),
+        "--progress",
+        "none",
+        "--json",
+        *tiny,
+    ]
     assert cli.main(words) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["status"] == "finished" and sorted(row["rank"] for row in table["trials"]) == [1, 2]
@@ -318,9 +414,14 @@ def test_the_command_line_sweeps(tmp_path, capsys):
 @pytest.mark.slow
 def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     result = msrl.sweep(
-        "ppo", "gymnasium:CartPole-v1", method="grid", learning_rate=[1e-3, 1e-2], policy="MultiLearner:num_devices=1",
-        **(COMMON | {"total_steps": 64, "eval_episodes": 2}), **tiny,
-    )  # fmt: skip
+        "ppo",
+        "gymnasium:CartPole-v1",
+        method="grid",
+        learning_rate=[1e-3, 1e-2],
+        policy="MultiLearner:num_devices=1",
+        **(COMMON | {"total_steps": 64, "eval_episodes": 2}),
+        **tiny,
+    )
     assert [trial.run for trial in result.trials] == [0, 1] and not result.run(1).has_members
     assert sorted(trial.rank for trial in result.trials) == [1, 2]
 
@@ -331,9 +432,20 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
 
     def sweep(out, **options):
         return msrl.sweep(
-            "ppo", ENV, method="optuna", num=4, members_at_once=2, learning_rate="log:1e-4:1e-1", activation=["tanh", "relu"],
-            out=tmp_path / out, devices=one_device, resume=True, **(COMMON | {"total_steps": 128}), **tiny, **options,
-        )  # fmt: skip
+            "ppo",
+            ENV,
+            method="optuna",
+            num=4,
+            members_at_once=2,
+            learning_rate="log:1e-4:1e-1",
+            activation=["tanh", "relu"],
+            out=tmp_path / out,
+            devices=one_device,
+            resume=True,
+            **(COMMON | {"total_steps": 128}),
+            **tiny,
+            **options,
+        )
 
     found = sweep("sweep")
     assert len(found.trials) == 4 and sorted(t.rank for t in found.trials) == [1, 2, 3, 4]
@@ -366,9 +478,12 @@ def test_what_a_run_says_of_its_trials():
     params["kernel"][3, 1] = np.inf
     means = {"eval_return": np.arange(6.0), "eval_success": np.arange(6.0) / 10}
     result = SimpleNamespace(
-        evaluation=SimpleNamespace(means=means), members=6, state=SimpleNamespace(params=params), history={"step": [64, 128]},
+        evaluation=SimpleNamespace(means=means),
+        members=6,
+        state=SimpleNamespace(params=params),
+        history={"step": [64, 128]},
         behavior=SimpleNamespace(env=SimpleNamespace(metrics={"success": "last"})),
-    )  # fmt: skip
+    )
     first, second, third = trial_scheduler.outcome([Trial(i, {}, 0) for i in (4, 7, 9)], 2, result, 1, 5)
     assert (first.number, first.member, first.returns, first.metrics) == (4, 0, (0.0, 1.0), {"success": (0.0, 0.1)})
     assert second.member == 2 and second.returns[0] == 2.0 and math.isnan(second.returns[1]) and math.isnan(second.mean)

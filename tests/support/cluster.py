@@ -12,12 +12,24 @@ import numpy as np
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 CONFIGS = {
-    "ppo": {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
-            "normalize_observations": True},
-    "dqn": {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (8,), "replay.learning_starts": 32, "replay.capacity": 256,
-    "batch_size": 16},
+    "ppo": {
+        "num_envs": 8,
+        "unroll_length": 8,
+        "num_epochs": 1,
+        "num_minibatches": 2,
+        "hidden_sizes": (8,),
+        "normalize_observations": True,
+    },
+    "dqn": {
+        "num_envs": 8,
+        "unroll_length": 4,
+        "hidden_sizes": (8,),
+        "replay.learning_starts": 32,
+        "replay.capacity": 256,
+        "batch_size": 16,
+    },
     "impala": {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)},
-}  # fmt: skip
+}
 ITERATIONS, CHUNK = 6, 2
 
 
@@ -41,14 +53,23 @@ def train(case, devices=None):
         options["env_params"] = {"length": length, "max_steps_in_episode": 9}
         options["callbacks"] = [lambda tick: tick.set_env_params({"max_steps_in_episode": tick.iteration})]
     result = msrl.train(
-        algo, ENV, policy=policy, total_steps=ITERATIONS * config["num_envs"] * config["unroll_length"], chunk=CHUNK,
-        eval_episodes=2, seed=3, progress=False, devices=devices, **options, **config,
-    )  # fmt: skip
+        algo,
+        ENV,
+        policy=policy,
+        total_steps=ITERATIONS * config["num_envs"] * config["unroll_length"],
+        chunk=CHUNK,
+        eval_episodes=2,
+        seed=3,
+        progress=False,
+        devices=devices,
+        **options,
+        **config,
+    )
     arrays = {f"state{jax.tree_util.keystr(path)}": x for path, x in jax.tree.leaves_with_path(result.state)}
     arrays |= {f"register {i}": x for i, x in enumerate(result.registers)}
     arrays |= {name: x for name, x in result.history.items() if name not in ("seconds", "steps_per_second")}
     arrays["returns of the evaluation"] = result.evaluation.returns
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     return {name: np.asarray(jax.random.key_data(x) if is_key(x) else x) for name, x in arrays.items()}
 
 

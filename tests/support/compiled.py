@@ -15,7 +15,7 @@ from msrl_jax.policies import Placement
 def shardings(agent, mesh):
     """Shardings of the state over a mesh with one axis, over which every logical axis is split."""
     placement = Placement("all", mesh, tuple((axis, "env") for axis in AXES))
-    spec = lambda axes, part: jax.tree.map(lambda x: placement.sharding(axes, x.shape), part)  # noqa: E731
+    spec = lambda axes, part: jax.tree.map(lambda x: placement.sharding(axes, x.shape), part)
     state = jax.eval_shape(agent.init, jax.random.key(0))
     return jax.tree.map(spec, agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

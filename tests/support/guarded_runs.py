@@ -23,9 +23,17 @@ def run(algo, env, policy=TOGETHER, guard="halt", iterations=6, **settings):
     config = CONFIGS[algo] | settings
     steps = iterations * config["num_envs"] * config["unroll_length"]
     return msrl.train(
-        algo, env, policy=policy, total_steps=steps, chunk=2, eval_episodes=0, guard=guard, progress=False,
-        devices=jax.devices()[:2], **config,
-    )  # fmt: skip
+        algo,
+        env,
+        policy=policy,
+        total_steps=steps,
+        chunk=2,
+        eval_episodes=0,
+        guard=guard,
+        progress=False,
+        devices=jax.devices()[:2],
+        **config,
+    )
 
 
 def all_finite(tree):

@@ -75,11 +75,15 @@ def plain_rollout(agent, state, shared):
     def outputs(obs, joint, is_first, carry):
         logits, value, after = np.zeros((E, num_agents, 3)), np.zeros((E, num_agents)), [np.zeros_like(x) for x in carry]
         for agents, p in _networks(params, num_agents, shared):
-            of = lambda x, agents=agents: _rows(np.asarray(x, np.float64), agents)  # noqa: E731
+            of = lambda x, agents=agents: _rows(np.asarray(x, np.float64), agents)
             found = plain_outputs(
-                p, of(obs)[None], of(_states(joint, num_agents, shared))[None], np.repeat(is_first, len(agents))[None],
-                [of(x) for x in carry], np,
-            )  # fmt: skip
+                p,
+                of(obs)[None],
+                of(_states(joint, num_agents, shared))[None],
+                np.repeat(is_first, len(agents))[None],
+                [of(x) for x in carry],
+                np,
+            )
             logits[:, agents], value[:, agents] = found[0].reshape(E, -1, 3), found[1].reshape(E, -1)
             for whole, part in zip(after, found[2], strict=True):
                 whole[:, agents] = part.reshape(E, len(agents), -1)
@@ -113,7 +117,7 @@ def plain_update(agent, config, state, rollout, shared):
         orders = np.concatenate([jax.random.permutation(k, T).reshape(MINIBATCHES, -1) for k in epoch_keys])
         minibatches = [(o, np.arange(E)) for o in orders]
     tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate, eps=1e-5))
-    mean = lambda x, counts: jnp.where(counts, x, 0).sum() / counts.sum()  # noqa: E731
+    mean = lambda x, counts: jnp.where(counts, x, 0).sum() / counts.sum()
 
     def loss(params, carry, obs, joint, is_first, action, log_prob, advantage, old, target, counts):
         advantage = advantage - mean(advantage, counts)
@@ -130,24 +134,22 @@ def plain_update(agent, config, state, rollout, shared):
 
     slope, found, carries = jax.jit(jax.grad(loss)), [], jax.tree.leaves(state.carry["agents"])
     for i, (agents, params) in enumerate(_networks(state.params["agents"], agent.env.num_agents, shared)):
-        of = lambda x, agents=agents: x[:, :, list(agents)]  # noqa: E731
-        own = lambda tree, i=i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)  # noqa: E731
+        of = lambda x, agents=agents: x[:, :, list(agents)]
+        own = lambda tree, i=i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)
         ends, counts, advantage, after = of(terminated | truncated), of(valid), np.zeros((T, E, len(agents))), 0.0
         scale = plain_value_scale(own(learner.value_scale))
         old, later = of(value) * scale, np.where(of(terminated), 0, of(future) * scale)
         for t in reversed(range(T)):
-            after = of(reward)[t] + config.discount * later[t] - old[t] + config.discount * config.gae_lambda * np.where(
-                ends[t], 0, after
-            )  # fmt: skip
+            after = (
+                of(reward)[t]
+                + config.discount * later[t]
+                - old[t]
+                + config.discount * config.gae_lambda * np.where(ends[t], 0, after)
+            )
             advantage[t] = after
         target = old + advantage
         scale = plain_value_scale(own(learner.value_scale), target[counts])
-        data = [
-            *map(of, (obs, joint, is_first, action, log_prob)),
-            advantage,
-            old / scale,
-            target / scale,
-        ]
+        data = [*map(of, (obs, joint, is_first, action, log_prob)), advantage, old / scale, target / scale]
         opt_state = own(learner.opt_state)[:2]
         for times, envs in minibatches:
             batch = [x[times][:, envs].reshape(len(times), -1, *x.shape[3:]) for x in (*data, counts)]

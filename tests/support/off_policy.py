@@ -14,10 +14,15 @@ from msrl_jax.loops.replay_buffers import n_step_buffer
 
 E, B = 16, 32
 SMALL = {
-    "num_envs": E, "unroll_length": 4, "num_updates": 3, "batch_size": B, "replay.capacity": 64 * E,
+    "num_envs": E,
+    "unroll_length": 4,
+    "num_updates": 3,
+    "batch_size": B,
+    "replay.capacity": 64 * E,
     "replay.learning_starts": 8 * E,
-    "hidden_sizes": (8, 6), "learning_rate": 3e-3,
-}  # fmt: skip
+    "hidden_sizes": (8, 6),
+    "learning_rate": 3e-3,
+}
 
 
 def build(name, env, **overrides):
@@ -86,7 +91,7 @@ def wide(params):
 
 
 def assert_close(got, want):
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)  # noqa: E731
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)
     jax.tree.map(close, got, want)
 
 
@@ -97,8 +102,8 @@ def num_params(agent):
 def plain_q(params, obs, dueling, xp):
     """The network written out."""
     p = params["params"]
-    layer = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
-    relu = lambda p, x: xp.maximum(layer(p, x), 0)  # noqa: E731
+    layer = lambda p, x: x @ p["kernel"] + p["bias"]
+    relu = lambda p, x: xp.maximum(layer(p, x), 0)
     x = relu(p["torso"]["Dense_0"], obs)
     if not dueling:
         return layer(p["head"], relu(p["torso"]["Dense_1"], x))

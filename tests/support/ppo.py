@@ -19,7 +19,7 @@ def plain_network(params, obs, shared, xp=jnp):
             x = xp.tanh(x @ p[name][layer]["kernel"] + p[name][layer]["bias"])
         return x
 
-    head = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]  # noqa: E731
+    head = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]
     actor = features("actor_torso", obs)
     critic = actor if shared else features("critic_torso", obs)
     return head("actor_head", actor), head("critic_head", critic)[..., 0]
@@ -86,7 +86,7 @@ def plain_update(agent, config, state, rollout, num_updates=None):
         advantage[t] = after
     target = advantage + value
     value, target = (x / plain_value_scale(state.value_scale, target) for x in (value, target))
-    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)
     per_minibatch = config.normalize_advantage == "minibatch"
     advantage = advantage if per_minibatch else standardize(advantage)
 

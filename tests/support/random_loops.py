@@ -107,6 +107,7 @@ def add_part(rng, pool, keys, depth):
         if rng.random() < 0.5:
             pool.vector.append(rng.choice(pool.vector) * rng.choice(pool.scalar))
     elif kind == "keys":
+
         @msrl.fragment(role=rng.choice(ROLES), name="draw")
         def draw(keys):
             pairs = jax.vmap(jax.random.split)(keys)

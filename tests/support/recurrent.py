@@ -13,7 +13,7 @@ def plain_core(name, params, inputs, is_first, carry, xp=jnp):
     gates = {"gru": 3, "lstm": 4, "min_gru": 2}[name]
     w, b = xp.split(params["input"], gates, -1), xp.split(params["bias"], gates)
     u = xp.split(params["recurrent"], gates, -1) if "recurrent" in params else None
-    sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
+    sigmoid = lambda x: 1 / (1 + xp.exp(-x))
     carries = []
     for x, first in zip(inputs, is_first, strict=True):
         carry = [xp.where(first[:, None], 0, m) for m in carry]
@@ -58,9 +58,9 @@ def plain_gtrxl(params, inputs, is_first, carry, xp, heads=2):
     memory, known = carry
     num_layers, context, size = memory.shape[1:]
     width = size // heads
-    sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
-    angles = lambda d: d * np.exp(-np.log(1e4) * np.arange(0, size, 2) / size)  # noqa: E731
-    wave = lambda d: np.concatenate([np.sin(angles(d)), np.cos(angles(d))])  # noqa: E731
+    sigmoid = lambda x: 1 / (1 + xp.exp(-x))
+    angles = lambda d: d * np.exp(-np.log(1e4) * np.arange(0, size, 2) / size)
+    wave = lambda d: np.concatenate([np.sin(angles(d)), np.cos(angles(d))])
 
     def norm(x, layer, i):
         return (x - x.mean()) / xp.sqrt(((x - x.mean()) ** 2).mean() + 1e-6) * layer["scales"][i] + layer["shifts"][i]

@@ -12,28 +12,39 @@ from tests.support import processes
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 _OFF = {
-    "num_envs": 4, "unroll_length": 4, "hidden_sizes": (8,), "batch_size": 16, "replay.learning_starts": 32,
+    "num_envs": 4,
+    "unroll_length": 4,
+    "hidden_sizes": (8,),
+    "batch_size": 16,
+    "replay.learning_starts": 32,
     "replay.capacity": 256,
-}  # fmt: skip
+}
 RUNS = {
     "ppo": (
-        "ppo", ENV,
-        {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
-         "normalize_observations": True, "normalize_rewards": True, "anneal_learning_rate": True},
+        "ppo",
+        ENV,
+        {
+            "num_envs": 8,
+            "unroll_length": 8,
+            "num_epochs": 1,
+            "num_minibatches": 2,
+            "hidden_sizes": (8,),
+            "normalize_observations": True,
+            "normalize_rewards": True,
+            "anneal_learning_rate": True,
+        },
     ),
     "recurrent_ppo": (
-        "recurrent_ppo", ENV,
+        "recurrent_ppo",
+        ENV,
         {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "core.size": 4},
     ),
     "dqn": ("dqn", ENV, _OFF | {"replay.priorities": "prioritized", "replay.n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
-    "sac+gru": (
-        "sac", "Pendulum-v1",
-        _OFF | {"replay.learning_starts": 128, "core": "gru:4", "burn_in": 2, "trace_length": 4},
-    ),
+    "sac+gru": ("sac", "Pendulum-v1", _OFF | {"replay.learning_starts": 128, "core": "gru:4", "burn_in": 2, "trace_length": 4}),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
     "a2c": ("a2c", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,), "core": "gru:4"}),
-}  # fmt: skip
+}
 """Algorithm, environment and config of each run."""
 
 ITERATIONS, CHUNK = 24, 3
@@ -58,10 +69,16 @@ def train(name, folder=None, policy="GPUOnly", *, devices=None, data=None, itera
     config = config | ({"data": str(data)} if name == "sac" else {}) | {k: options.pop(k) for k in list(options) if k in config}
     per_iteration = config["num_envs"] * config["unroll_length"]
     options = {
-        "total_steps": iterations * per_iteration, "chunk": CHUNK, "eval_episodes": 2, "eval_every": 15 * per_iteration,
-        "checkpoint_every": 4 * per_iteration, "seed": 5, "devices": None if devices is None else jax.devices()[:devices],
-        "progress": False, "out": folder,
-    } | options  # fmt: skip
+        "total_steps": iterations * per_iteration,
+        "chunk": CHUNK,
+        "eval_episodes": 2,
+        "eval_every": 15 * per_iteration,
+        "checkpoint_every": 4 * per_iteration,
+        "seed": 5,
+        "devices": None if devices is None else jax.devices()[:devices],
+        "progress": False,
+        "out": folder,
+    } | options
     return msrl.train(algo, env, policy=policy, **options, **config)
 
 
@@ -102,10 +119,7 @@ def main(name, policy, folder, data, record):
     def tick(tick):
         print(tick.iteration, flush=True)
 
-    train(
-        name, Path(folder), policy, devices=4, data=data or None, resume=True, callbacks=[tick],
-        record=record or None,
-    )  # fmt: skip
+    train(name, Path(folder), policy, devices=4, data=data or None, resume=True, callbacks=[tick], record=record or None)
     print(json.dumps("done"), flush=True)
 
 

@@ -14,11 +14,7 @@ PARTICULAR = {
     "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "core.size": 16},
     "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "core": "min_gru:16"},
     "recurrent_ppo+lru": {"num_epochs": 2, "num_minibatches": 2, "core": "lru:16"},
-    "recurrent_ppo+gtrxl": {
-        "num_epochs": 2,
-        "num_minibatches": 2,
-        "core": "gtrxl:16,layers=1,heads=2,context=4",
-    },
+    "recurrent_ppo+gtrxl": {"num_epochs": 2, "num_minibatches": 2, "core": "gtrxl:16,layers=1,heads=2,context=4"},
     "recurrent_ppo+own": {"num_epochs": 2, "num_minibatches": 2, "core": Fading()},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
@@ -115,11 +111,12 @@ for _name, _whole in WHOLE.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | {"network": as_network(_whole)}
 # Optimizers and schedules. Each step of Muon's iteration for small singular values multiplies a rounding by 3.4.
 OPTIMIZED = {
-    "ppo+muon": {"optimizer": "muon:ns_steps=1", "learning_rate": 1e-3}, "dqn+own": {"optimizer": transformations.falling},
+    "ppo+muon": {"optimizer": "muon:ns_steps=1", "learning_rate": 1e-3},
+    "dqn+own": {"optimizer": transformations.falling},
     "ppo+kl": {"learning_rate": "kl:1e-4,start=1e-3"},
     "sac+cosine": {"learning_rate": "cosine:1e-3:1e-4,warmup=0.01", "tau": "linear:0.1:0.001", "optimizer": "adamw"},
     "dqn+scheduled": {"exploration.final": "cosine:0.8:0.1", "learning_rate": "linear:1e-3", "exploration.steps": 600},
-}  # fmt: skip
+}
 for _name, _options in OPTIMIZED.items():
     PARTICULAR[_name] = PARTICULAR[_name.partition("+")[0]] | _options
 PARTICULAR["sac+goals"] = PARTICULAR["sac"] | {"hindsight": "hindsight:0.8", "replay.n_step": 2}

@@ -15,9 +15,15 @@ from msrl_jax.tournament import Leaderboard
 from msrl_jax.tournament.worker import _copied
 
 DEPLOYED = {
-    "format": store.FORMAT, "policy": "GPUOnly", "eval_episodes": 2, "eval_every": None, "chunk": None, "record": None,
-    "rollbacks": [], "resumed": [],
-}  # fmt: skip
+    "format": store.FORMAT,
+    "policy": "GPUOnly",
+    "eval_episodes": 2,
+    "eval_every": None,
+    "chunk": None,
+    "record": None,
+    "rollbacks": [],
+    "resumed": [],
+}
 """Where a run ran, in its `config.json`."""
 
 

@@ -84,32 +84,76 @@ SUITES: dict[str, Suite] = {
     suite.prefix: suite
     for suite in (
         Suite("brax", "brax", (0, 14), "brax", "Brax", ("brax/envs/__init__.py",), _IN_TABLE),
-        Suite("craftax", "craftax", (1, 5), "craftax", "Craftax", ("craftax/craftax_env.py",),
-              r'"(Craftax-[\w-]+-v1)"', hidden=".*AutoReset.*"),
+        Suite(
+            "craftax",
+            "craftax",
+            (1, 5),
+            "craftax",
+            "Craftax",
+            ("craftax/craftax_env.py",),
+            r'"(Craftax-[\w-]+-v1)"',
+            hidden=".*AutoReset.*",
+        ),
         # ViZDoom runs the program `vzd_path`, or the one in the file `cfg_path`; its `game_args` may name files to write.
-        Suite("envpool", "envpool", (1, 2), "envpool", "EnvPool",
-              code=("vzd_path", "cfg_path", "wad_path", "iwad_path", "base_path", "game_args", "lmp_save_dir")),
+        Suite(
+            "envpool",
+            "envpool",
+            (1, 2),
+            "envpool",
+            "EnvPool",
+            code=("vzd_path", "cfg_path", "wad_path", "iwad_path", "base_path", "game_args", "lmp_save_dir"),
+        ),
         # Versions that Gymnasium keeps only for an error message have no class path; Pusher-v4 needs an old MuJoCo.
-        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "Gymnasium",
-              ("gymnasium/envs/__init__.py",), r'id="([^"]+)",\s+entry_point="', hidden="Pusher-v4",
-              needs=(("mujoco", _MUJOCO), ("Box2D", r"(LunarLander|BipedalWalker|CarRacing).*"))),
-        Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "JaxMARL", ("jaxmarl/registration.py",), _IN_LIST,
-              hidden="LearnedPolicyEnemySMAX",  # which takes a policy and its parameters
-              needs=(("brax", r"ant_4x2|halfcheetah_6x1|hopper_3x1|humanoid_9\|8|walker2d_2x3"),
-                     ("jaxrobotarium", "JaxRobotarium.*")),
-              code=("dir_path",)),  # JaxNav's maps, which are pickled
+        Suite(
+            "gymnasium",
+            "gymnasium",
+            (1, 0),
+            "gymnasium",
+            "Gymnasium",
+            ("gymnasium/envs/__init__.py",),
+            r'id="([^"]+)",\s+entry_point="',
+            hidden="Pusher-v4",
+            needs=(("mujoco", _MUJOCO), ("Box2D", r"(LunarLander|BipedalWalker|CarRacing).*")),
+        ),
+        Suite(
+            "jaxmarl",
+            "jaxmarl",
+            (0, 2),
+            "marl",
+            "JaxMARL",
+            ("jaxmarl/registration.py",),
+            _IN_LIST,
+            hidden="LearnedPolicyEnemySMAX",  # which takes a policy and its parameters
+            needs=(
+                ("brax", r"ant_4x2|halfcheetah_6x1|hopper_3x1|humanoid_9\|8|walker2d_2x3"),
+                ("jaxrobotarium", "JaxRobotarium.*"),
+            ),
+            code=("dir_path",),
+        ),  # JaxNav's maps, which are pickled
         Suite("jumanji", "jumanji", (1, 1), "jumanji", "Jumanji", ("jumanji/__init__.py",), _ID),
-        Suite("navix", "navix", (4, 0), "navix", "NAVIX", ("navix/environments/*.py",),
-              r'"(Navix-[\w-]+-v\d+)"'),
-        Suite("pgx", "pgx", (2, 6), "marl", "Pgx", ("pgx/core.py",), _IN_LIST,
-              hidden="2048|bridge_bidding|sparrow_mahjong|minatar-.*"),  # not two-player games
-        Suite("playground", "playground", (0, 2), "playground", "MuJoCo Playground",
-              tuple(f"mujoco_playground/_src/{k}/__init__.py" for k in ("dm_control_suite", "locomotion", "manipulation")),
-              _IN_TABLE),
-        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "XLand-MiniGrid",
-              ("xminigrid/__init__.py",), _ID),
+        Suite("navix", "navix", (4, 0), "navix", "NAVIX", ("navix/environments/*.py",), r'"(Navix-[\w-]+-v\d+)"'),
+        Suite(
+            "pgx",
+            "pgx",
+            (2, 6),
+            "marl",
+            "Pgx",
+            ("pgx/core.py",),
+            _IN_LIST,
+            hidden="2048|bridge_bidding|sparrow_mahjong|minatar-.*",
+        ),  # not two-player games
+        Suite(
+            "playground",
+            "playground",
+            (0, 2),
+            "playground",
+            "MuJoCo Playground",
+            tuple(f"mujoco_playground/_src/{k}/__init__.py" for k in ("dm_control_suite", "locomotion", "manipulation")),
+            _IN_TABLE,
+        ),
+        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "XLand-MiniGrid", ("xminigrid/__init__.py",), _ID),
     )
-}  # fmt: skip
+}
 """The suites by prefix."""
 
 

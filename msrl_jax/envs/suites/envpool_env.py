@@ -57,9 +57,7 @@ class EnvPoolEnvironment(NamedEnvironment):
 
     on_host = True
 
-    def __init__(
-        self, name: str, task: str, params: Mapping[str, Any], num_threads: int, metrics: Mapping[str, Reduction]
-    ):
+    def __init__(self, name: str, task: str, params: Mapping[str, Any], num_threads: int, metrics: Mapping[str, Reduction]):
         self.name, self.task, self.params, self.num_threads, self.metrics = name, task, params, num_threads, metrics
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
@@ -94,9 +92,7 @@ def _without_bounds(space: spaces.Discrete | spaces.Box) -> spaces.Space:
 class Pools:
     """`E` environments in a pool of EnvPool, created by `make(num_envs=..., seed=...)`; see `Simulators`."""
 
-    def __init__(
-        self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int, metrics: tuple[str, ...] = ()
-    ):
+    def __init__(self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int, metrics: tuple[str, ...] = ()):
         self._make, self._observed, self._num_envs, self._metrics, self._pool = make, observed, num_envs, metrics, None
 
     def close(self) -> None:

@@ -123,12 +123,16 @@ class GymnasiumEnvironment(NamedEnvironment):
         layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space), tuple(self.metrics))
         unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
-            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten,
+            Workers,
+            self.name,
+            cloudpickle.dumps(self.factory),
+            layout,
+            unflatten,
             num_workers=self.num_workers or best_number(num_envs, self._step_seconds),
-            timeout=self.timeout, drop_slowest=self.drop_slowest,
-        )  # fmt: skip
+            timeout=self.timeout,
+            drop_slowest=self.drop_slowest,
+        )
         return HostVectorized(self, num_envs, Stepping(start, num_envs))
-
 
     def film(self, act: Callable[[Any], np.ndarray], seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
         """Plays an episode in this process; `act` maps an observation to an action.

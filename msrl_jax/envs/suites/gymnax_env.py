@@ -34,9 +34,17 @@ _KNOWN = {  # methods that are not needed here, by the names of their definition
 
 _CLASSIC = ("Acrobot-v1", "CartPole-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0")  # drawn by Gymnasium
 _DRAWN = (
-    "Asterix-MinAtar", "Breakout-MinAtar", "Freeway-MinAtar", "Seaquest-MinAtar", "SpaceInvaders-MinAtar", "Pong-misc",
-    "Catch-bsuite", "PointRobot-misc", "MetaMaze-misc", "FourRooms-misc",
-)  # fmt: skip
+    "Asterix-MinAtar",
+    "Breakout-MinAtar",
+    "Freeway-MinAtar",
+    "Seaquest-MinAtar",
+    "SpaceInvaders-MinAtar",
+    "Pong-misc",
+    "Catch-bsuite",
+    "PointRobot-misc",
+    "MetaMaze-misc",
+    "FourRooms-misc",
+)
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 

@@ -19,8 +19,20 @@ from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.catalog import SUITES
 
 # Arguments of JaxMARL's particle environments that are not part of a signature.
-_PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
-            "silent", "u_noise"}  # fmt: skip
+_PHYSICS = {
+    "accel",
+    "c_noise",
+    "collide",
+    "contact_force",
+    "contact_margin",
+    "damping",
+    "mass",
+    "max_speed",
+    "moveable",
+    "rad",
+    "silent",
+    "u_noise",
+}
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
@@ -153,12 +165,18 @@ class _Suite:
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True, success=_won)
 _SUITES = {  # by name prefix
-    "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
-    "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
-    "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
+    "MPE_": _Suite(_time_limit),
+    "overcooked": _Suite(_time_limit, shapes_rewards=True),
+    "coin_game": _Suite(_time_limit),
+    "storm": _Suite(_time_limit, takes_tuples=True),
+    "hanabi": _Suite(_tasks, "get_legal_moves"),
+    "SMAX": _SMAX,
+    "HeuristicEnemySMAX": _SMAX,
+    "LearnedPolicyEnemySMAX": _SMAX,
+    "switch_riddle": _Suite(_riddle),
     "jaxnav": _Suite(_navigation, success=_arrived),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
-}  # fmt: skip
+}
 
 
 class JaxMARLEnvironment:

@@ -18,10 +18,15 @@ from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
 _OWN = {
-    "LevelBasedForaging": ("agents_view",), "RobotWarehouse": ("agents_view",),
-    "SearchAndRescue": ("searcher_views", "positions"), "Cleaner": (), "Connector": (), "JobShop": (), "MMST": (),
+    "LevelBasedForaging": ("agents_view",),
+    "RobotWarehouse": ("agents_view",),
+    "SearchAndRescue": ("searcher_views", "positions"),
+    "Cleaner": (),
+    "Connector": (),
+    "JobShop": (),
+    "MMST": (),
     "MultiCVRP": (),
-}  # fmt: skip
+}
 """The multi-agent environments, and the fields of their observations that have one entry per agent."""
 
 

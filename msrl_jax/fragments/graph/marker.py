@@ -163,10 +163,7 @@ def scoped(name: str) -> str:
 def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def fragment(
-    *,
-    role: str | None = None,
-    name: str | None = None,
-    static_argnames: str | Sequence[str] = (),
+    *, role: str | None = None, name: str | None = None, static_argnames: str | Sequence[str] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def fragment(
     fn: Callable[..., Any] | None = None,
@@ -250,9 +247,7 @@ def _mark(
     return marked
 
 
-def _check_not_changed(
-    name: str, before: dict[str, Any], again: dict[str, Any], after: dict[str, Any], result: Any
-) -> None:
+def _check_not_changed(name: str, before: dict[str, Any], again: dict[str, Any], after: dict[str, Any], result: Any) -> None:
     """Raises TypeError if a fragment replaced or added a leaf of an argument, unless it returns that leaf."""
     returned = {id(x) for x in jax.tree.leaves(result)}
     for path in before | after:

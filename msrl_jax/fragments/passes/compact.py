@@ -69,7 +69,7 @@ class SmallArrayPacker:
 
     def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True, most: int = _MOST_BYTES):
         self._arrays = arrays
-        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= most  # noqa: E731
+        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= most
         small = [i for i, x in enumerate(arrays) if fits(x)]
         self.small = frozenset(small if worth and len(small) >= _FEWEST else ())
 

@@ -39,21 +39,27 @@ def _platform(mesh: Mesh) -> str:
 
 FAULTS = (
     Fault(
-        (0, 11, 1), (0, 11, 2), lambda closed, mesh: _platform(mesh) == "cpu",
+        (0, 11, 1),
+        (0, 11, 2),
+        lambda closed, mesh: _platform(mesh) == "cpu",
         "loops on a CPU that write a few bytes of a large array copy all of it in each step "
         "(https://github.com/jax-ml/jax/issues/40101): install another version",
     ),
     Fault(
-        (0, 10, 2), (0, 12, 0), _crops_and_pads_a_convolution,
+        (0, 10, 2),
+        (0, 12, 0),
+        _crops_and_pads_a_convolution,
         "on CPUs, convolutions whose padding is negative before the first element and positive after the last one compute "
         "wrong values, and this program has one: slice the array, and pad by 0 there",
     ),
     Fault(
-        (0, 11, 0), (0, 12, 0), lambda closed, mesh: "RTX A6000" in mesh.devices.flat[0].device_kind,
+        (0, 11, 0),
+        (0, 12, 0),
+        lambda closed, mesh: "RTX A6000" in mesh.devices.flat[0].device_kind,
         "programs on an NVIDIA RTX A6000 were reported to compute wrong values and nan "
         "(https://github.com/jax-ml/jax/issues/40633): install another version",
     ),
-)  # fmt: skip
+)
 
 
 def warn_of_known_faults(closed: ClosedJaxpr, mesh: Mesh, jaxlib: tuple[int, ...] = JAXLIB) -> None:

@@ -80,7 +80,7 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             repair = _no_steps(eqn)
         elif id(eqn) in overlapping:
             compute = repair or partial(eqn.primitive.bind, **eqn.params)
-            repair = lambda *xs: jax.lax.optimization_barrier(compute(*xs))  # noqa: E731
+            repair = lambda *xs: jax.lax.optimization_barrier(compute(*xs))
         if repair is not None:
             return inlined_at(eqn, repair)
         return [eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, of)]

@@ -163,9 +163,16 @@ class _RegionScheduler:
         value = self.names.new(aval(var), placement, row.stacked.label)
         self.emit_moves()
         self.out.append(
-            RunProgram("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
-                index=self.index(placement))
-        )  # fmt: skip
+            RunProgram(
+                "read row",
+                placement,
+                make_jaxpr_of([], [var], [var], "read row"),
+                (row.stacked,),
+                (value,),
+                (0,),
+                index=self.index(placement),
+            )
+        )
         return value
 
     def emit_all(self) -> None:
@@ -193,11 +200,20 @@ class _RegionScheduler:
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
         name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
         self.out.append(
-            RunProgram(name, placement, make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
-                inputs, outputs, rows, tuple(pair for _, pair in written),
-                self.index(placement) if rows or written else None, (), fragments,
-                frozenset().union(*(n.roles for n in group.nodes)))
-        )  # fmt: skip
+            RunProgram(
+                name,
+                placement,
+                make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
+                inputs,
+                outputs,
+                rows,
+                tuple(pair for _, pair in written),
+                self.index(placement) if rows or written else None,
+                (),
+                fragments,
+                frozenset().union(*(n.roles for n in group.nodes)),
+            )
+        )
 
     def host_call(self, node: Node, placement: Placement) -> None:
         inputs = tuple(self.value_at(a, placement) for a in node.eqn.invars)
@@ -269,9 +285,17 @@ class _RegionScheduler:
         rows = (0,) if isinstance(entry, _Row) else ()
         value = entry.stacked if isinstance(entry, _Row) else entry
         self.out.append(
-            RunProgram("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
-                (stored,), self.index(placement))
-        )  # fmt: skip
+            RunProgram(
+                "write row",
+                placement,
+                make_jaxpr_of([], [var], [var], "write row"),
+                (value,),
+                (),
+                rows,
+                (stored,),
+                self.index(placement),
+            )
+        )
 
     def read_later(self, atoms: Iterable[Atom]) -> None:
         """Records that these atoms are read after the region."""

@@ -85,9 +85,19 @@ def explain(
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        placements, device_names(placed.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
-        host_calls, _least_seconds(layout, programs, fragments), tuple(_registers(registers, layout.staleness)),
-    )  # fmt: skip
+        placements,
+        device_names(placed.idle),
+        layout.staleness,
+        fused,
+        fragments,
+        programs,
+        crossings,
+        loops,
+        tuple(warnings),
+        host_calls,
+        _least_seconds(layout, programs, fragments),
+        tuple(_registers(registers, layout.staleness)),
+    )
 
 
 def _registers(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
@@ -113,11 +123,17 @@ def _program(
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
-        run.name, run.placement.name, times,
-        getattr(memory, "argument_size_in_bytes", 0), getattr(memory, "output_size_in_bytes", 0),
-        getattr(memory, "temp_size_in_bytes", 0), getattr(memory, "alias_size_in_bytes", 0),
-        tuple(found.collectives), found.understood, launched,
-    )  # fmt: skip
+        run.name,
+        run.placement.name,
+        times,
+        getattr(memory, "argument_size_in_bytes", 0),
+        getattr(memory, "output_size_in_bytes", 0),
+        getattr(memory, "temp_size_in_bytes", 0),
+        getattr(memory, "alias_size_in_bytes", 0),
+        tuple(found.collectives),
+        found.understood,
+        launched,
+    )
 
 
 def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
@@ -148,9 +164,11 @@ def _loop(loop: Loop, times: int) -> LoopPlan:
     inner = list(walk(loop.body, times * loop.length))
     names = dict.fromkeys(f for i, _ in inner if isinstance(i, RunProgram) for f in i.fragments)
     return LoopPlan(
-        tuple(names), loop.length,
-        sum(t for i, t in inner if isinstance(i, RunProgram)), sum(t for i, t in inner if isinstance(i, Move)),
-    )  # fmt: skip
+        tuple(names),
+        loop.length,
+        sum(t for i, t in inner if isinstance(i, RunProgram)),
+        sum(t for i, t in inner if isinstance(i, Move)),
+    )
 
 
 _Steps: TypeAlias = Sequence[tuple[Instruction, int]]
@@ -206,9 +224,12 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
     if not set(actors.devices).isdisjoint(learners.devices):
         return
     down = {
-        r for i, _ in walk(instructions) if isinstance(i, Move) and not i.is_copy
-        for s, r in zip(i.sources, i.results, strict=True) if s.placement == learners and r.placement == actors
-    }  # fmt: skip
+        r
+        for i, _ in walk(instructions)
+        if isinstance(i, Move) and not i.is_copy
+        for s, r in zip(i.sources, i.results, strict=True)
+        if s.placement == learners and r.placement == actors
+    }
     waiting = [i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and down & set(i.inputs)]
     if layout.staleness and waiting:
         yield (
@@ -295,7 +316,7 @@ def _sizes(placed: PlacedPolicy) -> Iterator[str]:
     now = _num_envs(placed)
     reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
-        with_envs = lambda n: dataclasses.replace(placed, leaves={**placed.leaves, "env": [("", n)]})  # noqa: E731
+        with_envs = lambda n: dataclasses.replace(placed, leaves={**placed.leaves, "env": [("", n)]})
         yield from _first(numbers, with_envs, "num_envs={}")
 
 

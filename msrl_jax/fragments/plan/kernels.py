@@ -27,9 +27,13 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # Bytes and operations per second (of matrix units, in the format used for float32), and the minimum seconds per launch, from
 # the vendors' data sheets, by a part of the device's name, longer ones first.
 _SPEEDS = {
-    "H200": (4.8e12, 495e12, 1e-6), "H100": (3.35e12, 495e12, 1e-6), "A100": (2.04e12, 156e12, 1e-6),
-    "TPU v6 lite": (1.64e12, 918e12, 0.0), "TPU v5 lite": (0.82e12, 197e12, 0.0), "TPU v5": (2.77e12, 459e12, 0.0),
-}  # fmt: skip
+    "H200": (4.8e12, 495e12, 1e-6),
+    "H100": (3.35e12, 495e12, 1e-6),
+    "A100": (2.04e12, 156e12, 1e-6),
+    "TPU v6 lite": (1.64e12, 918e12, 0.0),
+    "TPU v5 lite": (0.82e12, 197e12, 0.0),
+    "TPU v5": (2.77e12, 459e12, 0.0),
+}
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,15 @@ def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
 def _crossing_row(name: str, leaves: Sequence[Crossing]) -> list[str]:
     c = leaves[0]
     return [
-        name, f"{c.dtype}{list(c.shape)}" if len(leaves) == 1 else c.dtype, c.source, c.destination,
-        size(sum(x.nbytes for x in leaves)), str(c.times), c.codec or "-", size(sum(x.unpacked_bytes for x in leaves)),
-    ]  # fmt: skip
+        name,
+        f"{c.dtype}{list(c.shape)}" if len(leaves) == 1 else c.dtype,
+        c.source,
+        c.destination,
+        size(sum(x.nbytes for x in leaves)),
+        str(c.times),
+        c.codec or "-",
+        size(sum(x.unpacked_bytes for x in leaves)),
+    ]
 
 
 def _some(devices: Sequence[str]) -> str:
@@ -81,10 +87,20 @@ def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
         predicted += f"; {device}, which placements share, launches {most:,} in all"
     head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
     rows = [
-        (title[p.name], x.fragment or "-", " x ".join(map(str, x.trips)) or "-", str(p.runs * x.times), str(x.kernels),
-         str(x.library_calls), str(x.copies), str(x.collectives), size(x.nbytes))
-        for p in plan.programs for x in p.launches
-    ]  # fmt: skip
+        (
+            title[p.name],
+            x.fragment or "-",
+            " x ".join(map(str, x.trips)) or "-",
+            str(p.runs * x.times),
+            str(x.kernels),
+            str(x.library_calls),
+            str(x.copies),
+            str(x.collectives),
+            size(x.nbytes),
+        )
+        for p in plan.programs
+        for x in p.launches
+    ]
     first = 1 if len(plan.programs) == 1 else 0
     table = _columns(head[first:], [row[first:] for row in rows])
     return ["", *paragraph(f"launches of each device ({', '.join(counts)} per iteration{predicted})", "", "  "), *table]
@@ -99,21 +115,25 @@ def table_of(plan: Plan) -> str:
     lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
     lines += _columns(
         ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
-        [
-            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), count(f.flops), str(f.calls))
-            for f in plan.fragments
-        ],
+        [("  " * f.depth + f.name, f.role, f.placement, str(f.devices), count(f.flops), str(f.calls)) for f in plan.fragments],
     )
     title = {p.name: _shorten(p.name) for p in plan.programs}
     lines += ["", "programs (memory on each device)"]
     lines += _columns(
         ("name", "placement", "runs/iteration", "arguments", "results", "temporary", "reused"),
         [
-            (title[p.name], p.placement, str(p.runs), size(p.argument_bytes), size(p.output_bytes), size(p.temporary_bytes),
-             size(p.donated_bytes))
+            (
+                title[p.name],
+                p.placement,
+                str(p.runs),
+                size(p.argument_bytes),
+                size(p.output_bytes),
+                size(p.temporary_bytes),
+                size(p.donated_bytes),
+            )
             for p in plan.programs
         ],
-    )  # fmt: skip
+    )
     for p in plan.programs:
         if title[p.name] != p.name:
             lines += paragraph(f"{title[p.name]}: {', '.join(p.name.split('+'))}", "  ", "    ")
@@ -127,13 +147,19 @@ def table_of(plan: Plan) -> str:
     found = [(p, c) for p in plan.programs for c in p.collectives]
     unclear = [p for p in plan.programs if not p.collectives_known]
     lines += ["", "collectives inside programs"]
-    lines += _columns(
-        ("program", "kind", "bytes", "times/iteration", "source"),
-        [
-            (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
-            for p, c in found
-        ],
-    ) if found else ["  none"] if not unclear else []  # fmt: skip
+    lines += (
+        _columns(
+            ("program", "kind", "bytes", "times/iteration", "source"),
+            [
+                (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
+                for p, c in found
+            ],
+        )
+        if found
+        else ["  none"]
+        if not unclear
+        else []
+    )
     lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
     if plan.launches:
         lines += _launch_lines(plan, title)

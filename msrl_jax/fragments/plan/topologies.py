@@ -26,14 +26,30 @@ _CHIPS_PER_HOST = (2, 2, 1)
 # number of multiprocessors, float32 units, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
 _GPUS: dict[str, dict[str, Any]] = {
     "a100": {
-        "capability": "major: 8", "cores": 108, "units": 64, "shared": 167_936, "shared_of_block": 166_912,
-        "l2": 40 * 2**20, "ghz": 1.41, "bandwidth": 2_039_000_000_000, "memory": 80 * 2**30, "name": "NVIDIA A100-SXM4-80GB",
+        "capability": "major: 8",
+        "cores": 108,
+        "units": 64,
+        "shared": 167_936,
+        "shared_of_block": 166_912,
+        "l2": 40 * 2**20,
+        "ghz": 1.41,
+        "bandwidth": 2_039_000_000_000,
+        "memory": 80 * 2**30,
+        "name": "NVIDIA A100-SXM4-80GB",
     },
     "h100": {
-        "capability": "major: 9", "cores": 132, "units": 128, "shared": 233_472, "shared_of_block": 232_448,
-        "l2": 50 * 2**20, "ghz": 1.98, "bandwidth": 3_352_000_000_000, "memory": 80 * 2**30, "name": "NVIDIA H100 80GB HBM3",
+        "capability": "major: 9",
+        "cores": 132,
+        "units": 128,
+        "shared": 233_472,
+        "shared_of_block": 232_448,
+        "l2": 50 * 2**20,
+        "ghz": 1.98,
+        "bandwidth": 3_352_000_000_000,
+        "memory": 80 * 2**30,
+        "name": "NVIDIA H100 80GB HBM3",
     },
-}  # fmt: skip
+}
 _GPU_CONFIG = """
 gpu_device_info {{
   cuda_compute_capability {{ {capability} }} core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {ghz}
@@ -145,9 +161,7 @@ def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
 
 def gpu_topology(kind: str, hosts: int = 1, count: int = 1) -> dict[str, str]:
     """The arguments of `jax.experimental.topologies.get_topology_desc` for GPUs: `kind` is "h100" or "a100"."""
-    return {
-        "platform": "cuda", "target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"
-    }  # fmt: skip
+    return {"platform": "cuda", "target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"}
 
 
 def _first_line(error: Exception) -> str:

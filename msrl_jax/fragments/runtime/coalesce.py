@@ -51,11 +51,12 @@ def coalesce(i: Move, executables: Executables) -> None:
     arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
     vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
     executables.coalesced[i] = Coalesced(
-        alone, joined,
+        alone,
+        joined,
         executables.compile(Request(("join", shapes), join, arrays, (), sent)),
         executables.compile(Request(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined])),
         (*(at[i.results[k]] for k in alone), *arriving),
-    )  # fmt: skip
+    )
 
 
 def _is_plain(value: Value) -> bool:

@@ -125,7 +125,7 @@ def _legs(
     rounds: Sequence[Sequence[Hop]], group: Sequence[Device], source: Mapping[Device, Block], target: Mapping[Device, Block]
 ) -> list[_Leg]:
     position = {d: k for k, d in enumerate(group)}
-    start = lambda part, block: tuple(low - first for (low, _), (first, _) in zip(part, block, strict=True))  # noqa: E731
+    start = lambda part, block: tuple(low - first for (low, _), (first, _) in zip(part, block, strict=True))
     legs = []
     for hops in rounds:
         hops = [hop for hop in hops if hop.receiver in position]
@@ -268,7 +268,7 @@ class MeshCrossing:
         self._targets = targets
         odd = self._odd = [i for i, a in enumerate(avals) if (a.shape, a.dtype) != self._wires[i]]
         kinds = [(avals[i].shape, avals[i].dtype, key_impl(avals[i])) for i in odd]
-        unpack = lambda xs: [_from_wire(x, *kind) for x, kind in zip(xs, kinds, strict=True)]  # noqa: E731
+        unpack = lambda xs: [_from_wire(x, *kind) for x, kind in zip(xs, kinds, strict=True)]
         self._pack = jax.jit(lambda xs: [_to_wire(x) for x in xs], out_shardings=[sources[i] for i in odd])
         self._unpack = jax.jit(unpack, out_shardings=[targets[i] for i in odd])
         held = [blocks(at, wire.shape) for at, wire in zip(sources, wires, strict=True)]

@@ -48,9 +48,13 @@ class Executor:
     """
 
     def __init__(
-        self, schedule: Schedule, executables: Executables, around: CallWrapper = lambda call, what: call,
-        each: Callable[[Instruction, Step], Step] = lambda i, step: step, sent: dict[Move, DeltaStats] | None = None,
-    ):  # fmt: skip
+        self,
+        schedule: Schedule,
+        executables: Executables,
+        around: CallWrapper = lambda call, what: call,
+        each: Callable[[Instruction, Step], Step] = lambda i, step: step,
+        sent: dict[Move, DeltaStats] | None = None,
+    ):
         """Makes the steps; `around` wraps every JAX function that dispatches, e.g. to measure its time, and `each` the step of
         an instruction. `sent` counts what Moves that send changes have sent.
         """

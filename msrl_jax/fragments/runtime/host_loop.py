@@ -21,9 +21,8 @@ class HostLoop:
     """Iterations that an `Executor` dispatches. The host runs at most `ahead` iterations ahead of the devices."""
 
     def __init__(
-        self, schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables, ahead: int,
-        check_fits: MemoryCheck,
-    ):  # fmt: skip
+        self, schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables, ahead: int, check_fits: MemoryCheck
+    ):
         """Nothing compiles before the first use."""
         self.schedule, self.sent = schedule, dict[Move, DeltaStats]()
         self._axes, self._executables, self._ahead, self._check_fits = axes, executables, ahead, check_fits

@@ -88,11 +88,7 @@ def _lower_block(
 
 
 def _lower_program(
-    i: RunProgram,
-    required: Mapping[Value, NamedSharding],
-    same_as: Mapping[Value, Value],
-    to_shards: Set[Value],
-    known: _Known,
+    i: RunProgram, required: Mapping[Value, NamedSharding], same_as: Mapping[Value, Value], to_shards: Set[Value], known: _Known
 ) -> None:
     compiled, found = compile_program(i, known.shardings, required, same_as, to_shards, known.executables)
     known.executables.compiled[i] = compiled

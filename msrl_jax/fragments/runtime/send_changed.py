@@ -133,13 +133,14 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     arrived = [jax.ShapeDtypeStruct((capacity,), dtype, sharding=there) for dtype in (_PLACE, _WORD)]
     to = [at[v] for v in move.results]
     return DeltaTransfer(
-        changes, words,
+        changes,
+        words,
         program("words", lambda *xs: (join(*xs),), values, [here]),
         program("changes", compare, [vectors[0], *values], [here] * 4),
         program("values", split, [vectors[1]], to),
         program("patch", patch, [vectors[1], *arrived], [there, *to]),
         there,
-    )  # fmt: skip
+    )
 
 
 class DeltaSender:

@@ -30,9 +30,14 @@ class StateLayout:
     """The leaves of a state, then the registers of its delayed leaves, with the shardings of all copies of each."""
 
     def __init__(
-        self, tree: Any, inputs: Sequence[tuple[Value, ...]], axes: Sequence[PartitionSpec], delayed: Sequence[int],
-        staleness: int, traced: Traced,
-    ):  # fmt: skip
+        self,
+        tree: Any,
+        inputs: Sequence[tuple[Value, ...]],
+        axes: Sequence[PartitionSpec],
+        delayed: Sequence[int],
+        staleness: int,
+        traced: Traced,
+    ):
         """Lays out states with the structure `tree`; `inputs` and `axes` have an entry for each leaf and register."""
         self.inputs, self.staleness = inputs, staleness
         self._tree, self._delayed = tree, delayed

@@ -195,9 +195,12 @@ def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def initialize(
-    init: ClosedJaxpr, args: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], registers: Sequence[int],
+    init: ClosedJaxpr,
+    args: Sequence[Any],
+    shardings: Sequence[tuple[NamedSharding, ...]],
+    registers: Sequence[int],
     evaluate: Callable[..., Any],
-) -> Leaves:  # fmt: skip
+) -> Leaves:
     """Evaluates the initializer of a state; returns its leaves where they are kept, then copies of those in `registers`.
 
     `evaluate(jitted, *args)` compiles and calls a jitted function.

@@ -135,8 +135,9 @@ def _prepared(choice: str) -> str | None:
         warnings.warn(
             f"compiled programs are not stored on disk, so each start compiles them again: {error}. Set {VARIABLE} to another "
             "folder, or to off to silence this warning",
-            CacheWarning, stacklevel=2,
-        )  # fmt: skip
+            CacheWarning,
+            stacklevel=2,
+        )
         return None
     if is_new:
         print(f"compiled programs are stored in {folder} for the next start; {VARIABLE}=off disables this", file=sys.stderr)

@@ -62,12 +62,16 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Describes the devices in use (platform, kind, number), and the JAX and XLA settings that affect the last bits."""
     config: Any = jax.config
     return {
-        "platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices),
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
         "processes": len({d.process_index for d in devices}),
-        "matmul_precision": config.jax_default_matmul_precision or "default", "x64": config.jax_enable_x64,
+        "matmul_precision": config.jax_default_matmul_precision or "default",
+        "x64": config.jax_enable_x64,
         "prng_impl": config.jax_default_prng_impl,
-        "threefry_partitionable": config.jax_threefry_partitionable, "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }  # fmt: skip
+        "threefry_partitionable": config.jax_threefry_partitionable,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
 
 
 def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:

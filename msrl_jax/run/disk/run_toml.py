@@ -30,12 +30,15 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
       with the key `object`, which the command line rejects.
     """
     options = {
-        "algo": _algorithm(experiment), "env": about["env_spec"] or {"object": about["env_object"] or about["env"]},
-        "env_params": _params(about["env_params"]), "policy": _policy(about["policy"]),
-        **{name: about[name] for name in ("total_steps", "seed", "seeds")}, "pbt": _pbt(about["pbt"]),
+        "algo": _algorithm(experiment),
+        "env": about["env_spec"] or {"object": about["env_object"] or about["env"]},
+        "env_params": _params(about["env_params"]),
+        "policy": _policy(about["policy"]),
+        **{name: about[name] for name in ("total_steps", "seed", "seeds")},
+        "pbt": _pbt(about["pbt"]),
         **{name: about[name] for name in ("rank_by", "guard", "eval_episodes", "eval_every", "chunk")},
         **_cpus(about["devices"]),
-    }  # fmt: skip
+    }
     text = toml.comment(_HEAD) + "\n"
     text += "".join(_entry(name, x) for name, x in options.items() if x is not None)
     values = {f.name: _field(experiment, about, f.name) for f in dataclasses.fields(experiment.algorithm)}

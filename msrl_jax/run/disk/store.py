@@ -42,11 +42,15 @@ _TRIES = 10  # how often to try to read a checkpoint that a running process dele
 
 _KINDS = {"text": str, "an integer": int, "an object": dict, "a list": list, "null": type(None)}
 _FIELDS = {  # the content of every `config.json`, by names of types
-    "text": ("algorithm", "env", "class", "policy", "rank_by", "guard"), "text or null": ("env_spec", "env_object", "record"),
-    "an object, text or null": ("env_params",), "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
-    "an integer or null": ("eval_every", "chunk"), "an object": ("config",), "an object or null": ("settings", "pbt"),
+    "text": ("algorithm", "env", "class", "policy", "rank_by", "guard"),
+    "text or null": ("env_spec", "env_object", "record"),
+    "an object, text or null": ("env_params",),
+    "an integer": ("seed", "seeds", "total_steps", "eval_episodes"),
+    "an integer or null": ("eval_every", "chunk"),
+    "an object": ("config",),
+    "an object or null": ("settings", "pbt"),
     "a list": ("rollbacks", "resumed"),
-}  # fmt: skip
+}
 
 
 class ResumeWarning(UserWarning):
@@ -217,15 +221,24 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
 
 
 def progress_of(
-    description: Mapping[str, Any], rows: int, evaluation: Evaluation | None, times: Mapping[str, float],
-    last_episodes: LastEpisodes = NO_EPISODES, recorded: Mapping[str, int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    description: Mapping[str, Any],
+    rows: int,
+    evaluation: Evaluation | None,
+    times: Mapping[str, float],
+    last_episodes: LastEpisodes = NO_EPISODES,
+    recorded: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Returns the host's part of a run's state, as stored in a checkpoint."""
     return {
-        "settings": fingerprint(description), "rollbacks": len(description["rollbacks"]), "rows": rows,
-        "registers": description["registers"], "last_episodes": dataclasses.asdict(last_episodes), "recorded": recorded,
-        "evaluation": evaluation, **times,
-    }  # fmt: skip
+        "settings": fingerprint(description),
+        "rollbacks": len(description["rollbacks"]),
+        "rows": rows,
+        "registers": description["registers"],
+        "last_episodes": dataclasses.asdict(last_episodes),
+        "recorded": recorded,
+        "evaluation": evaluation,
+        **times,
+    }
 
 
 def save(result: Result, path: Path) -> Path:
@@ -357,11 +370,14 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
     status = summary.get("status", "unfinished" if is_newest else "earlier checkpoint")
     times = {name: summary.get(name, progress[name]) for name in ("compile_seconds", "wall_seconds")}
     return times | {
-        "description": description, "history": stack_rows(rows or [], description), "status": status,
+        "description": description,
+        "history": stack_rows(rows or [], description),
+        "status": status,
         "stop_reason": summary.get("stop_reason", ""),
         "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
-        "evaluation": read_evaluation(progress["evaluation"]), "folder": path,
-    }  # fmt: skip
+        "evaluation": read_evaluation(progress["evaluation"]),
+        "folder": path,
+    }
 
 
 def _while_replaced(path: Path, read: Callable[[], T]) -> T:

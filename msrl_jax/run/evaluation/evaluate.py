@@ -128,7 +128,7 @@ class Behavior:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
         keys = None, jax.random.key(0)
-        both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]  # noqa: E731
+        both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]
         jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         sources = is_of_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
@@ -302,7 +302,7 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         def without_lost(e: _Episodes, t: Any) -> _Episodes:
             """Restarts episodes that simulators lost (truncated without an answer); training does not count them either."""
             lost = e.running & t.truncated & ~t.terminated & ~t.valid
-            keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)  # noqa: E731
+            keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)
             carry = jax.tree.map(keep, behavior.initial_carry(episodes), e.carry)
             zeros = [jax.tree.map(lambda x: keep(jnp.zeros_like(x), x), x) for x in (e.returns, e.lengths, e.metrics)]
             return e._replace(carry=carry, **dict(zip(("returns", "lengths", "metrics"), zeros, strict=True)))
@@ -318,24 +318,38 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             ended = t.ended if valid is None else t.ended & (valid | t.terminated)
             # After its first episode, an environment starts another one, which does not count. So the carry is never reset.
             after = _Episodes(
-                e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
-                e.lengths + taken, e.running & ~ended, episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),
-            )  # fmt: skip
+                e.step + 1,
+                env_state,
+                t.obs,
+                carry,
+                agents,
+                e.returns + jnp.where(e.running, reward, 0.0),
+                e.lengths + taken,
+                e.running & ~ended,
+                episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),
+            )
             return after if valid is None else without_lost(after, t)
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
-            jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros((episodes, agents)) if several else (),
-            zeros, zeros.astype(jnp.int32), jnp.ones(episodes, bool),
+            jnp.int32(0),
+            env_state,
+            obs,
+            behavior.initial_carry(episodes),
+            jnp.zeros((episodes, agents)) if several else (),
+            zeros,
+            zeros.astype(jnp.int32),
+            jnp.ones(episodes, bool),
             episode_metrics.begin(env, episodes),
-        )  # fmt: skip
+        )
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         played = {"returns": end.returns, "lengths": end.lengths, "finished": ~end.running}
         played |= {"metrics": episode_metrics.so_far(env, end.metrics)} if end.metrics else {}
         return played | {"agent_returns": end.agent_returns} if several else played
 
     fits = MemoryCheckedJit(
-        jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
+        jax.jit(jax.vmap(play) if members else play),
+        f"an evaluation of {episodes:,} episodes at once",
         "Play fewer episodes; several evaluations with other seeds need less memory for the same number",
-    )  # fmt: skip
+    )
     return Evaluator(behavior, fits, copies)

@@ -74,9 +74,13 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
         return explained(lambda state, *args: getattr(of(state.numbers), name)(state.inner, *args))
 
     return dataclasses.replace(
-        agent, init=explained(init), iteration=explained(iteration), axes=Member(agent.axes, P()),  # type: ignore[arg-type]
-        act=of_state("act"), probabilities=None if agent.probabilities is None else of_state("probabilities"),
-    )  # fmt: skip
+        agent,
+        init=explained(init),
+        iteration=explained(iteration),
+        axes=Member(agent.axes, P()),  # type: ignore[arg-type]
+        act=of_state("act"),
+        probabilities=None if agent.probabilities is None else of_state("probabilities"),
+    )
 
 
 def member_axes(axes: Any) -> Any:

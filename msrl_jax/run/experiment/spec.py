@@ -301,14 +301,21 @@ class Experiment:
     def _plain(self) -> dict[str, Any]:
         kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
-            "algorithm": self.name, "class": files.reference(kind), "env": self.env_name,
+            "algorithm": self.name,
+            "class": files.reference(kind),
+            "env": self.env_name,
             "env_spec": self.env if isinstance(self.env, str) else None,
             "env_object": None if isinstance(self.env, str) or " at 0x" in env else env,  # the repr of dataclasses, for example
-            "env_params": params_text(self.env_params), "total_steps": self.total_steps, "seed": self.seed,
-            "seeds": self.seeds, "settings": {name: list(values) for name, values in self.settings.items()} or None,
-            "pbt": None if self.pbt is None else self.pbt.to_json(), "rank_by": self.rank_by, "guard": self.guard,
+            "env_params": params_text(self.env_params),
+            "total_steps": self.total_steps,
+            "seed": self.seed,
+            "seeds": self.seeds,
+            "settings": {name: list(values) for name, values in self.settings.items()} or None,
+            "pbt": None if self.pbt is None else self.pbt.to_json(),
+            "rank_by": self.rank_by,
+            "guard": self.guard,
             "config": plain_fields({f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}),
-        }  # fmt: skip
+        }
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -370,12 +377,17 @@ class Experiment:
             elif fields.get("data") is not None:  # check the rest of the config without a data set
                 fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
             return cls(
-                algorithm=algorithms.get(algorithm_of(given))(**fields), env=named,
-                seed=given["seed"], seeds=given["seeds"], total_steps=given["total_steps"],
+                algorithm=algorithms.get(algorithm_of(given))(**fields),
+                env=named,
+                seed=given["seed"],
+                seeds=given["seeds"],
+                total_steps=given["total_steps"],
                 env_params=was if env_params is None else env_params,
                 settings={name: tuple(map(float, values)) for name, values in (given["settings"] or {}).items()},
-                pbt=None if given["pbt"] is None else read_pbt(given["pbt"]), rank_by=given["rank_by"], guard=given["guard"],
-            )  # fmt: skip
+                pbt=None if given["pbt"] is None else read_pbt(given["pbt"]),
+                rank_by=given["rank_by"],
+                guard=given["guard"],
+            )
         except (RunFolderError, TrustError):
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -8,10 +8,12 @@ from msrl_jax import algorithms, envs, policies
 from msrl_jax.registry import code_names, files
 
 KINDS: Mapping[str, Callable[[str], bool]] = {
-    "env": envs.is_custom, "algo": code_names.is_custom_algorithm, "policy": policies.is_custom,
+    "env": envs.is_custom,
+    "algo": code_names.is_custom_algorithm,
+    "policy": policies.is_custom,
     "algorithm": code_names.is_custom_algorithm,
     "beside": policies.is_custom,
-}  # fmt: skip
+}
 
 
 def code_of(options: Mapping[str, Any]) -> dict[str, str]:

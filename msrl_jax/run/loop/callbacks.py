@@ -78,9 +78,15 @@ class Callbacks:
         """Calls all functions; ends the run if one of them, in any process, returned True."""
         each = run.experiment.steps_per_iteration
         tick = Tick(
-            run.step, run.iteration, run.iterations * each, _read_only(run.rows[-1]), lambda: processes.to_hosts(run.state()),
-            run.experiment.behavior.agent.unit, run.resumed_from * each, lambda values: self._set_env_params(run, values),
-        )  # fmt: skip
+            run.step,
+            run.iteration,
+            run.iterations * each,
+            _read_only(run.rows[-1]),
+            lambda: processes.to_hosts(run.state()),
+            run.experiment.behavior.agent.unit,
+            run.resumed_from * each,
+            lambda values: self._set_env_params(run, values),
+        )
         with processes.together("a callback"):
             try:
                 stops = [_answer(function, tick) for function in self._functions]
@@ -299,9 +305,14 @@ def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) ->
     name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=widest))
     elapsed = () if narrow else (TimeElapsedColumn(),)
     bar = Bar(
-        SpinnerColumn(), name, BarColumn(bar_width=12 if narrow else 40), count, *elapsed, TextColumn("eta"),
+        SpinnerColumn(),
+        name,
+        BarColumn(bar_width=12 if narrow else 40),
+        count,
+        *elapsed,
+        TextColumn("eta"),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     task = bar.add_task(title, total=total_steps)
 
     def lines(facts: str) -> Group:  # two lines, so that the text takes no space from the bar

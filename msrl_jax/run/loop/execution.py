@@ -30,9 +30,14 @@ class Execution(Protocol):
         ...
 
     def program(
-        self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
-        requests: StopRequests, say: Callable[[str], Any],
-    ) -> contextlib.AbstractContextManager[Any]:  # fmt: skip
+        self,
+        experiment: Experiment,
+        policy: DistributionPolicy,
+        devices: Sequence[Device] | None,
+        folder: Path | None,
+        requests: StopRequests,
+        say: Callable[[str], Any],
+    ) -> contextlib.AbstractContextManager[Any]:
         """Returns a context manager whose value is the program of the run: a `Program`, or an object with the same interface.
 
         The interface consists of `is_fused`, `devices`, `registers`, `shardings`, `metrics_bytes`, `compile_seconds` and
@@ -70,9 +75,14 @@ class InProcess:
 
     @contextlib.contextmanager
     def program(
-        self, experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, folder: Path | None,
-        requests: StopRequests, say: Callable[[str], Any],
-    ) -> Iterator[Any]:  # fmt: skip
+        self,
+        experiment: Experiment,
+        policy: DistributionPolicy,
+        devices: Sequence[Device] | None,
+        folder: Path | None,
+        requests: StopRequests,
+        say: Callable[[str], Any],
+    ) -> Iterator[Any]:
         """Yields the compiled program of an iteration."""
         yield experiment.compile(policy, devices)
 

@@ -204,9 +204,11 @@ class StopOrRollBack:
         run.program = run.experiment.compile(run.policy, run.devices)
         run.run_state = run.program.place(state)
         rollback = {
-            "from": run.finding.iteration, "to": iteration, "because": run.finding.metric or f"state{run.finding.leaf}",
+            "from": run.finding.iteration,
+            "to": iteration,
+            "because": run.finding.metric or f"state{run.finding.leaf}",
             "learning_rate": getattr(run.experiment.algorithm, "learning_rate", None),
-        }  # fmt: skip
+        }
         run.deployment["rollbacks"] = [*rollbacks, rollback]
         run.iteration, run.finding = iteration, None
         run.last_episodes = run.last_episodes.until(iteration)

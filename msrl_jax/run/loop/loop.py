@@ -170,13 +170,15 @@ class Run:
         self.last_seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.seconds["train_seconds"] += self.last_seconds
         steps = (self.iteration - first) * self.experiment.steps_per_iteration * self.experiment.members
-        self.rows.append({
-            "step": self.step,
-            "iteration": self.iteration,
-            "seconds": time.perf_counter() - self.started,
-            "steps_per_second": steps / self.last_seconds,
-            **reduce_chunk(self.metrics, finite=self.experiment.guard == "skip"),
-        })  # fmt: skip
+        self.rows.append(
+            {
+                "step": self.step,
+                "iteration": self.iteration,
+                "seconds": time.perf_counter() - self.started,
+                "steps_per_second": steps / self.last_seconds,
+                **reduce_chunk(self.metrics, finite=self.experiment.guard == "skip"),
+            }
+        )
         if (scores := self.metrics.get(f"episode_{self.experiment.rank_by}")) is not None:
             self.last_episodes = self.last_episodes.add(first, scores, finite=self.experiment.guard == "skip")
 

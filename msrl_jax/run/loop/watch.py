@@ -39,7 +39,7 @@ def _of_env(env_state: Any) -> Any:
 
 def _watched(agent: Agent, state: Any) -> dict[int, bool]:
     """Returns the positions of the watched leaves of a run's state (all floats), and whether they are in a replay buffer."""
-    is_buffer = lambda x: isinstance(x, ReplayState | FifoState)  # noqa: E731
+    is_buffer = lambda x: isinstance(x, ReplayState | FifoState)
     chosen = jax.tree.map(lambda x: _all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
     own = innermost(state)
     others = {name: _all(getattr(own, name), 0) for name in agent.data}

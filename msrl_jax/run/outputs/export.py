@@ -159,9 +159,12 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
 
         logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # ignore shapes of inner values that it cannot infer
         model = jax2onnx.to_onnx(
-            lambda *xs: tuple(needed(*xs)), list(inputs.values()), model_name="policy", input_names=list(inputs),
+            lambda *xs: tuple(needed(*xs)),
+            list(inputs.values()),
+            model_name="policy",
+            input_names=list(inputs),
             output_names=outputs,
-        )  # fmt: skip
+        )
         onnx.checker.check_model(model, full_check=True)
     except ImportError as error:
         raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 @entry
-def plot(
-    result: Outcome, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
-) -> "Figure":
+def plot(result: Outcome, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
     """Plots columns of a run's history against steps (`Agent.unit`): the mean over the members, and their range.
 
     For up to ten settings of the config, each setting has one line, over its seeds.

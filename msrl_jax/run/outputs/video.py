@@ -215,9 +215,7 @@ def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
         last = 3 if space.shape[-1] % 3 == 0 else 1  # the newest of stacked frames
         return lambda obs: np.broadcast_to(np.asarray(obs)[..., -last:], (*obs.shape[:2], 3)), _FPS
-    raise ValueError(
-        f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]"
-    )
+    raise ValueError(f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]")
 
 
 def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], tuple[list[Any], float]]:
@@ -358,6 +356,10 @@ def _page(video: Video) -> str:
             captions.append(f"{caption}; step {number}")
     width = max(360, video.episodes[0].shape[2])
     return _PAGE.format(
-        title=html.escape(video.title), pictures=json.dumps(encoded), captions=json.dumps(captions), fps=f"{video.fps:g}",
-        last=len(encoded) - 1, width=width,
-    )  # fmt: skip
+        title=html.escape(video.title),
+        pictures=json.dumps(encoded),
+        captions=json.dumps(captions),
+        fps=f"{video.fps:g}",
+        last=len(encoded) - 1,
+        width=width,
+    )

@@ -51,9 +51,7 @@ def check_against_gymnax(name, **arguments):
     np.testing.assert_allclose(time_step.reward, reward, **close)
     np.testing.assert_allclose(time_step.obs, obs, **close)
     np.testing.assert_allclose(time_step.final_obs, info["final_observation"], **close)
-    for (path, ours), want in zip(
-        jax.tree_util.tree_leaves_with_path(our_state), jax.tree.leaves(env_state), strict=True
-    ):
+    for (path, ours), want in zip(jax.tree_util.tree_leaves_with_path(our_state), jax.tree.leaves(env_state), strict=True):
         if path[0].name not in COUNTERS:
             np.testing.assert_allclose(ours, want, **close, err_msg=str(path))
 
@@ -66,8 +64,9 @@ def check_against_gymnax(name, **arguments):
 SLOW = ("Freeway-MinAtar", "Seaquest-MinAtar")  # they compile for 20 s each
 EVERY = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
-    for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"
-]  # fmt: skip
+    for name in gymnax.registered_envs
+    if name != "MNISTBandit-bsuite"
+]
 
 
 @pytest.mark.slow

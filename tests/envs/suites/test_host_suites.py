@@ -44,9 +44,10 @@ TASKS = {
 
 
 METRICS = {
-    "CartPole-v1": "elapsed_step=last", "HalfCheetah-v5": {"reward_ctrl": "sum", "x_velocity": "mean"},
+    "CartPole-v1": "elapsed_step=last",
+    "HalfCheetah-v5": {"reward_ctrl": "sum", "x_velocity": "mean"},
     "Pong-v5": {"reward": "sum", "lives": "last", "terminated": "max"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("task", mostly_slow(TASKS, "CartPole-v1", "FrozenLake-v1"))
@@ -95,8 +96,11 @@ def test_environments_of_envpool_conform():
         ("envpool:Pong", ValueError, r"EnvPool has no environment 'Pong' \(did you mean 'Pong-v5'\?\); it has 1,\d+ others"),
         ("envpool:Pong-v5:stack=3", ValueError, r"envpool:Pong-v5 has no parameter 'stack' \(did you mean 'stack_num'\?\)"),
         ("envpool:Pong-v5:num_threads=0", ValueError, "num_threads=0: use an integer of at least 1"),
-        ("envpool:Pong-v5:metrics='live=last'", ValueError,
-         r"Pong-v5 has no metric 'live' \(did you mean 'lives'\?\); its info has elapsed_step, lives, reward, terminated$"),
+        (
+            "envpool:Pong-v5:metrics='live=last'",
+            ValueError,
+            r"Pong-v5 has no metric 'live' \(did you mean 'lives'\?\); its info has elapsed_step, lives, reward, terminated$",
+        ),
         ("envpool:CartPole-v1:metrics=elapsed_step", ValueError, "cannot read metrics='elapsed_step' of envpool:CartPole-v1"),
         ("gymnasium:HalfCheeta-v5", ValueError, r"no environment 'HalfCheeta-v5' \(did you mean 'HalfCheetah-v5'\?\)"),
         ("gymnasium:CartPole-v1:length=3", ValueError, "CartPole-v1 cannot be made with .*unexpected keyword argument"),

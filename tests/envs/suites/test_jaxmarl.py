@@ -23,9 +23,18 @@ SMALL = {
 }
 
 OTHERS = (
-    "MPE_simple_world_comm_v3", "MPE_simple_facmac_6a_v1", "MPE_simple_facmac_9a_v1", "LearnedPolicyEnemySMAX", "storm_np",
-    "overcooked_v2", "ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3",
-)  # fmt: skip
+    "MPE_simple_world_comm_v3",
+    "MPE_simple_facmac_6a_v1",
+    "MPE_simple_facmac_9a_v1",
+    "LearnedPolicyEnemySMAX",
+    "storm_np",
+    "overcooked_v2",
+    "ant_4x2",
+    "halfcheetah_6x1",
+    "hopper_3x1",
+    "humanoid_9|8",
+    "walker2d_2x3",
+)
 """Like others, and long to trace."""
 
 

@@ -1,6 +1,5 @@
 """Pgx's games: names, who may move, the same steps as pgx's own, and what is refused."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,16 +38,26 @@ def play(name, steps):
         action = sample_legal(move, state.legal_action_mask)
         player, wait = state.current_player, len(state.legal_action_mask)
         shown = {
-            "player": player, "legal": state.legal_action_mask, "mask": ours.action_mask(own), "obs": obs,  # type: ignore
-            "seen": state.observation, "other": theirs._observe(state, 1 - player),
-        }  # fmt: skip
+            "player": player,
+            "legal": state.legal_action_mask,
+            "mask": ours.action_mask(own),
+            "obs": obs,  # type: ignore
+            "seen": state.observation,
+            "other": theirs._observe(state, 1 - player),
+        }
         state = theirs.step(state, action, play)
         stepped = ours.step(play, own, jnp.full(2, wait).at[player].set(action))
         outcome = {
-            "rewards": state.rewards, "reward": stepped[2], "over": state.terminated, "terminated": stepped[3],
-            "truncated": stepped[4], "last": stepped[1], "last_seen": state.observation, "next_player": state.current_player,
+            "rewards": state.rewards,
+            "reward": stepped[2],
+            "over": state.terminated,
+            "terminated": stepped[3],
+            "truncated": stepped[4],
+            "last": stepped[1],
+            "last_seen": state.observation,
+            "next_player": state.current_player,
             "report": ours.report(stepped[0]),
-        }  # fmt: skip
+        }
         fresh = theirs.init(again), *ours.reset(again)
         after = jax.tree.map(lambda a, b: jnp.where(state.terminated, a, b), fresh, (state, *stepped[:2]))
         return after, shown | outcome
@@ -89,9 +98,18 @@ def test_a_game_conforms(name):
 @pytest.mark.slow
 def test_both_players_of_a_game_are_trained_and_evaluated():
     result = msrl.train(
-        "ippo", "pgx:tic_tac_toe", total_steps=64, num_envs=4, unroll_length=8, num_epochs=1, num_minibatches=1,
-        hidden_sizes=(4,), eval_episodes=8, progress=False, devices=jax.devices()[:1],
-    )  # fmt: skip
+        "ippo",
+        "pgx:tic_tac_toe",
+        total_steps=64,
+        num_envs=4,
+        unroll_length=8,
+        num_epochs=1,
+        num_minibatches=1,
+        hidden_sizes=(4,),
+        eval_episodes=8,
+        progress=False,
+        devices=jax.devices()[:1],
+    )
     returns = result.evaluation.agent_returns
     assert result.status == "finished" and result.evaluation.finished.all()
     np.testing.assert_array_equal(returns[:, 0], -returns[:, 1])

@@ -61,9 +61,19 @@ def test_achievements_of_craftax(name, count):
 @pytest.mark.slow
 def test_the_history_of_craftax_classic_has_its_22_achievements(one_device):
     result = msrl.train(
-        "ppo", "craftax:Craftax-Classic-Symbolic-v1:max_timesteps=30", num_envs=4, unroll_length=32, num_minibatches=1,
-        num_epochs=1, hidden_sizes=(8,), total_steps=4 * 64, eval_episodes=2, progress=False, chunk=1, devices=one_device,
-    )  # fmt: skip
+        "ppo",
+        "craftax:Craftax-Classic-Symbolic-v1:max_timesteps=30",
+        num_envs=4,
+        unroll_length=32,
+        num_minibatches=1,
+        num_epochs=1,
+        hidden_sizes=(8,),
+        total_steps=4 * 64,
+        eval_episodes=2,
+        progress=False,
+        chunk=1,
+        devices=one_device,
+    )
     achievements = {each.name.lower() for each in load("craftax.craftax_classic.constants").Achievement}
     others = {"return", "length"}
     for start in ("episode", "eval"):
@@ -88,9 +98,13 @@ def test_success_of_navix(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("Game2048-v1", {"highest_tile"}), ("SlidingTilePuzzle-v0", {"prop_correctly_placed"}), ("Maze-v0", set()),
-     pytest.param("Connector-v3", {"num_connections", "ratio_connections", "total_path_length"}, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        ("Game2048-v1", {"highest_tile"}),
+        ("SlidingTilePuzzle-v0", {"prop_correctly_placed"}),
+        ("Maze-v0", set()),
+        pytest.param("Connector-v3", {"num_connections", "ratio_connections", "total_path_length"}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_jumanji_reports(name, names):
     env = envs.make(f"jumanji:{name}")
     assert set(env.metrics) == names
@@ -180,9 +194,19 @@ STEP_METRICS = {"step": "last", "even": "sum"}
 def test_info_of_gymnasium(one_device):
     env = envs.GymnasiumEnvironment(Counting, metrics=STEP_METRICS, num_workers=1)
     result = msrl.train(
-        "ppo", env, policy="MultiLearner", num_envs=4, unroll_length=16, num_minibatches=1, hidden_sizes=(8,),
-        total_steps=4 * 64, eval_episodes=4, progress=False, chunk=1, devices=one_device,
-    )  # fmt: skip
+        "ppo",
+        env,
+        policy="MultiLearner",
+        num_envs=4,
+        unroll_length=16,
+        num_minibatches=1,
+        hidden_sizes=(8,),
+        total_steps=4 * 64,
+        eval_episodes=4,
+        progress=False,
+        chunk=1,
+        devices=one_device,
+    )
     history = result.history
     np.testing.assert_allclose(history["episode_step"], history["episode_length"], rtol=1e-6)
     assert (history["episode_even"] <= history["episode_step"] / 2).all() and (history["episode_even"] >= 1).all()

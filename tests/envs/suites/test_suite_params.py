@@ -22,10 +22,12 @@ def changed(raw, field, values):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "field", "values"),
-    [("brax:inverted_pendulum", "sys", {"gravity": np.float32([0, 0, -3]), "dof.damping": np.float32([2, 3])}),
-     ("playground:CartpoleBalance", "_mjx_model", {"opt.gravity": np.float32([0, 0, -3])})],
+    [
+        ("brax:inverted_pendulum", "sys", {"gravity": np.float32([0, 0, -3]), "dof.damping": np.float32([2, 3])}),
+        ("playground:CartpoleBalance", "_mjx_model", {"opt.gravity": np.float32([0, 0, -3])}),
+    ],
     ids=["brax", "playground"],
-)  # fmt: skip
+)
 def test_a_system_as_data_steps_like_the_suites_own(name, field, values):
     made = envs.make(name)
     env = envs.RandomizeParams(made, values)

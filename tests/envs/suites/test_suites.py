@@ -22,11 +22,22 @@ NUM_STEPS, NUM_ENVS = {"playground": 100, "craftax": 250}, 2
 """Steps of environments that take long; 500 of the others."""
 
 OFTEN = {  # the others are slow to compile
-    "brax": {"inverted_pendulum"}, "playground": {"CartpoleBalance"}, "craftax": {"Craftax-Classic-Symbolic-v1"},
-    "jumanji": {"Tetris-v0"}, "xminigrid": {"MiniGrid-Empty-5x5"},
-}  # fmt: skip
-TEAMS = ("Cleaner-v0", "Connector-v3", "JobShop-v0", "LevelBasedForaging-v0", "MMST-v0", "MultiCVRP-v0", "RobotWarehouse-v0",
-         "SearchAndRescue-v0")  # fmt: skip
+    "brax": {"inverted_pendulum"},
+    "playground": {"CartpoleBalance"},
+    "craftax": {"Craftax-Classic-Symbolic-v1"},
+    "jumanji": {"Tetris-v0"},
+    "xminigrid": {"MiniGrid-Empty-5x5"},
+}
+TEAMS = (
+    "Cleaner-v0",
+    "Connector-v3",
+    "JobShop-v0",
+    "LevelBasedForaging-v0",
+    "MMST-v0",
+    "MultiCVRP-v0",
+    "RobotWarehouse-v0",
+    "SearchAndRescue-v0",
+)
 BROKEN = {"swimmer": r"brax:swimmer fails in its step, .* JAX .*: clip\(\) got an unexpected keyword argument 'a_min'"}
 """Environments that do not work with the JAX that is installed, and what they say."""
 FETCHED = ("Sokoban-v0",)
@@ -97,9 +108,12 @@ def redo_jumanji(env, state, action, key):
 
 
 REDO = {
-    "brax": redo_brax, "playground": lambda env, *given: redo_brax(env.env, *given), "craftax": redo_craftax,
-    "xminigrid": redo_xminigrid, "jumanji": redo_jumanji,
-}  # fmt: skip
+    "brax": redo_brax,
+    "playground": lambda env, *given: redo_brax(env.env, *given),
+    "craftax": redo_craftax,
+    "xminigrid": redo_xminigrid,
+    "jumanji": redo_jumanji,
+}
 
 
 def every_environment(*prefixes):
@@ -195,7 +209,7 @@ def test_teams_of_jumanji_conform_and_step_as_the_suite_does(name):
         ("xminigrid:XLand-MiniGrid-R1-9x9:benchmark='easy'", r"has no benchmark 'easy'.*; it has .*trivial-21k"),
         ("jumanji:Snake-v1:num_row=3", r"jumanji:Snake-v1 has no parameter 'num_row' \(did you mean 'num_rows'\?\)"),
     ],
-)  # fmt: skip
+)
 def test_names_and_parameters_that_do_not_exist_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         envs.make(name)

@@ -153,9 +153,17 @@ def unrolled_without_carry(state):
 
 
 CASES = [
-    constants_are_stacked, constants_of_fragments_are_stacked, no_steps, no_steps_with_rows, no_steps_inside,
-    constants_in_nested_loops, rows_pass_through, keys_are_stacked_and_read, captured_arrays_inside, unrolled_without_carry,
-]  # fmt: skip
+    constants_are_stacked,
+    constants_of_fragments_are_stacked,
+    no_steps,
+    no_steps_with_rows,
+    no_steps_inside,
+    constants_in_nested_loops,
+    rows_pass_through,
+    keys_are_stacked_and_read,
+    captured_arrays_inside,
+    unrolled_without_carry,
+]
 
 
 class Apart:

@@ -17,8 +17,13 @@ from tests.support.slow import slow_unless
 
 ENVS, STEPS = 16, 3
 POLICIES = [
-    "MultiLearner", "SingleLearnerCoarse", "SingleLearnerCoarse:learners=2", "SingleLearnerFine", "Environments", "Central",
-]  # fmt: skip
+    "MultiLearner",
+    "SingleLearnerCoarse",
+    "SingleLearnerCoarse:learners=2",
+    "SingleLearnerFine",
+    "Environments",
+    "Central",
+]
 
 
 class Simulator:
@@ -223,7 +228,7 @@ def test_what_the_host_cannot_do_is_refused_in_words():
         host(jax.random.key(0))
     with pytest.raises(TypeError, match="host fragment 'f' declares 3 for result; declare a"):
         host_fragment(lambda x: x, 3, name="f")
-    iteration = lambda x: (jax.lax.cond(x[0] > 0, host, lambda x: x, x), {})  # noqa: E731
+    iteration = lambda x: (jax.lax.cond(x[0] > 0, host, lambda x: x, x), {})
     with pytest.raises(ValueError, match=r"a `cond` holds calls of the host: fragment 'f' \(role 'host'\) runs at host"):
         msrl.compile(iteration, jnp.zeros(4), policy=msrl.policies.MultiLearner())
 

@@ -178,9 +178,7 @@ def test_inside_shard_map(check_vma):
             return mean, jax.lax.scan(lambda c, v: (c + f(params, x, bias)[0], v), mean, h)[1], params
 
         out_specs = P(), P("env"), P()
-        return jax.shard_map(
-            per_device, mesh=mesh, in_specs=(P(), P("env")), out_specs=out_specs, check_vma=check_vma
-        )
+        return jax.shard_map(per_device, mesh=mesh, in_specs=(P(), P("env")), out_specs=out_specs, check_vma=check_vma)
 
     marked, plain = sharded(fragment(body)), sharded(body)
     assert_same(jax.jit(marked)(PARAMS, XS), jax.jit(plain)(PARAMS, XS))

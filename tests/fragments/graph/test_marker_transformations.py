@@ -87,9 +87,20 @@ def with_weak_types(params, x):
 
 
 BODIES = [
-    mlp, returns_inputs, with_scan, with_cond, with_loop, with_custom_jvp, with_custom_vjp, with_stop_gradient,
-    with_random, with_jit_and_remat, with_nested, with_numpy_constant, with_weak_types,
-]  # fmt: skip
+    mlp,
+    returns_inputs,
+    with_scan,
+    with_cond,
+    with_loop,
+    with_custom_jvp,
+    with_custom_vjp,
+    with_stop_gradient,
+    with_random,
+    with_jit_and_remat,
+    with_nested,
+    with_numpy_constant,
+    with_weak_types,
+]
 EVERYWHERE = (mlp, with_cond)  # the others: only the usual transformations
 
 
@@ -162,9 +173,7 @@ SINGLE = {
     "jit of jit": lambda f: jax.jit(jax.jit(f)),
     "branches": branched,
     "while_loop": while_looped,
-    "fori_loop": lambda f: lambda p, x: jax.lax.fori_loop(
-        0, 3, lambda i, x: jnp.cos(x * i) + loss(f)(p, x), x
-    ),
+    "fori_loop": lambda f: lambda p, x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.cos(x * i) + loss(f)(p, x), x),
     "checkpoint": jax.checkpoint,
     "jvp": pushed_forward,
     "linearize": linearized,
@@ -180,11 +189,11 @@ SINGLE = {
 BATCHED = {
     "vmap": lambda f: jax.vmap(f, (None, 0)),
     "jit of vmap": lambda f: jax.jit(jax.vmap(f, in_axes=(None, 0))),
-    "nested vmap": lambda f: lambda p, xs: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(
-        jax.tree.map(lambda v: jnp.stack([v, 2 * v, -v]), p), xs
+    "nested vmap": lambda f: (
+        lambda p, xs: jax.vmap(jax.vmap(f, (None, 0)), (0, None))(jax.tree.map(lambda v: jnp.stack([v, 2 * v, -v]), p), xs)
     ),
-    "other axes": lambda f: lambda p, xs: jax.vmap(f, ({"w": 1, "b": None}, 1), -1)(
-        {"w": jnp.stack([p["w"]] * 8, 1), "b": p["b"]}, xs.T
+    "other axes": lambda f: (
+        lambda p, xs: jax.vmap(f, ({"w": 1, "b": None}, 1), -1)({"w": jnp.stack([p["w"]] * 8, 1), "b": p["b"]}, xs.T)
     ),
     "scan": scanned,
     "jit of scan": lambda f: jax.jit(scanned(f)),
@@ -220,8 +229,17 @@ def test_same_values_under_every_transformation(body):
 
 
 OUTSIDE = [
-    "eager", "checkpoint", "jvp", "linearize", "vjp", "grad", "grad of jit of checkpoint", "vmap", "grad of vmap", "scan",
-]  # fmt: skip
+    "eager",
+    "checkpoint",
+    "jvp",
+    "linearize",
+    "vjp",
+    "grad",
+    "grad of jit of checkpoint",
+    "vmap",
+    "grad of vmap",
+    "scan",
+]
 
 
 @pytest.mark.parametrize("transform", mostly_slow(OUTSIDE, "eager", "grad", "vmap", "scan"))

@@ -56,10 +56,14 @@ class Color(enum.Enum):
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=True), st.complex_numbers(max_magnitude=3),
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(allow_nan=True),
+    st.complex_numbers(max_magnitude=3),
     st.sampled_from(["a", "b", b"a", Color.RED, Color.BLUE, int, float, np.float32(1), P("a"), P()]),
     st.sampled_from([np.dtype("int8"), np.dtype("uint8"), np.dtype(ml_dtypes.bfloat16)]),
-)  # fmt: skip
+)
 values = st.recursive(
     scalars | arrays(),
     lambda inner: st.one_of(
@@ -187,12 +191,14 @@ DIFFERENT = {
     "partial functions": [lambda x, c=c: jax.pure_callback(functools.partial(np.multiply, c), x, x) for c in (1, 2)],
     "shardings": [lambda x, s=s: jax.lax.with_sharding_constraint(x, NamedSharding(MESH, s)) for s in (P("a"), P(None, "a"))],
     "meshes": [
-        lambda x, m=m: jax.shard_map(lambda y: y * 2, mesh=Mesh(np.array(jax.devices()[m : m + 2]), ("a",)),
-                                     in_specs=P("a"), out_specs=P("a"))(x) for m in (0, 2)
+        lambda x, m=m: jax.shard_map(
+            lambda y: y * 2, mesh=Mesh(np.array(jax.devices()[m : m + 2]), ("a",)), in_specs=P("a"), out_specs=P("a")
+        )(x)
+        for m in (0, 2)
     ],
     "derivatives of custom rules": [jax.grad(lambda x, c=c: jax.nn.relu(x * c).sum()) for c in (2.0, 4.0)],
     "texts": [lambda x, t=t: jax.debug.print(t, x[0, 0]) for t in ("{}", "x = {}")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
@@ -222,7 +228,7 @@ EQUAL = {
     "names": lambda: jax.jit(functools.wraps(with_literal)(lambda x: x * 2)),
     "callbacks of one function": lambda: lambda x: jax.pure_callback(shared_callback, x, x),
     "shardings": lambda: lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(Mesh(np.array(DEVICES), "a"), P("a"))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", EQUAL)
@@ -294,9 +300,11 @@ def test_callbacks_that_compare_equal_are_called_each(call):
 
     state = {"first": jnp.float32(0), "second": jnp.float32(0)}
     program = msrl.compile(
-        lambda s: ({"first": act(s["first"]), "second": learn(s["second"])}, {}), state,
-        policy=msrl.policies.SingleLearnerCoarse(), devices=jax.devices()[:1],
-    )  # fmt: skip
+        lambda s: ({"first": act(s["first"]), "second": learn(s["second"])}, {}),
+        state,
+        policy=msrl.policies.SingleLearnerCoarse(),
+        devices=jax.devices()[:1],
+    )
     after, _ = program.run(state, 1)
     assert (after["first"], after["second"]) == (1, 2)
 

@@ -137,9 +137,16 @@ def numbers():
 
     def init():
         return {
-            "x": np.arange(8.0), "wide": np.arange(8.0), "rate": 0.5, "n": 3, "b": True, "long": np.arange(3),
-            "h": jnp.int8(1), "one": np.float64(2), "c": 1j,
-        }  # fmt: skip
+            "x": np.arange(8.0),
+            "wide": np.arange(8.0),
+            "rate": 0.5,
+            "n": 3,
+            "b": True,
+            "long": np.arange(3),
+            "h": jnp.int8(1),
+            "one": np.float64(2),
+            "c": 1j,
+        }
 
     return Case(iteration, init, None, 3)
 

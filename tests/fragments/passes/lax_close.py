@@ -77,7 +77,7 @@ def _tangent(s, d):
 
 def _loop(s, d):
     y = jnp.moveaxis(s.y, d, 0)
-    step = lambda c, row: (c * 0.5 + row, jnp.maximum(c, row))  # noqa: E731
+    step = lambda c, row: (c * 0.5 + row, jnp.maximum(c, row))
     return lax.scan(step, y[0], y), lax.scan(step, y[0], y, reverse=True)
 
 

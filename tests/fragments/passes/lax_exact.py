@@ -37,7 +37,7 @@ def _read(size, at):
 
 
 def _pad(low_high, value):
-    pads = lambda d: [low_high if a == d else (0, 0, 0) for a in range(2)]  # noqa: E731
+    pads = lambda d: [low_high if a == d else (0, 0, 0) for a in range(2)]
     return lambda s, d: lax.pad(s.y, s.y[0, 0] if value is None else jnp.float32(value), pads(d))
 
 
@@ -69,7 +69,7 @@ def _raw_gather(mode):
 
 def _write_all(s, d):
     """Writes one place after the other, and beyond the end."""
-    write = lambda i, c: lax.dynamic_update_index_in_dim(c, lax.index_in_dim(c, 0, d) + 1, i, d)  # noqa: E731
+    write = lambda i, c: lax.dynamic_update_index_in_dim(c, lax.index_in_dim(c, 0, d) + 1, i, d)
     return lax.fori_loop(0, s.y.shape[d] + 3, write, s.y)
 
 

@@ -57,7 +57,7 @@ def test_each_fault_is_said_once_where_a_program_meets_it(platform, jaxlib, expe
 def test_a_product_of_many_rows_and_a_reduction_is_right_in_each_row():
     """Plain jit of jaxlib 0.10.2 is wrong in the last row."""
     rows = np.arange(32_769, dtype=np.float32)
-    energy = lambda x: jax.vmap(lambda row: ((jnp.eye(3) @ row) ** 2).sum())(x)  # noqa: E731
+    energy = lambda x: jax.vmap(lambda row: ((jnp.eye(3) @ row) ** 2).sum())(x)
     points, zeros = np.stack((rows, 0 * rows, 0 * rows), axis=1), jnp.zeros_like(rows)
     program = msrl.compile(lambda s: ((s[0], energy(s[0])), {}), (points, zeros), policy=msrl.policies.GPUOnly(1))
     (_, found), _ = program.run((points, zeros), 1)
@@ -66,8 +66,8 @@ def test_a_product_of_many_rows_and_a_reduction_is_right_in_each_row():
 
 def test_a_reduction_of_many_dimensions_returns():
     """Plain jit of jaxlib 0.10.2 ends the process or hangs, on some processors."""
-    step = lambda total, x: (total + (x * x).sum(-2), None)  # noqa: E731
-    sums = lambda s: ((s[0], jax.lax.scan(step, s[1], s[0])[0]), {})  # noqa: E731
+    step = lambda total, x: (total + (x * x).sum(-2), None)
+    sums = lambda s: ((s[0], jax.lax.scan(step, s[1], s[0])[0]), {})
     state = jnp.ones((3, *(2,) * 7)), jnp.zeros((2,) * 6)
     (_, found), _ = msrl.compile(sums, state, policy=msrl.policies.GPUOnly(1)).run(state, 1)
     np.testing.assert_array_equal(found, 6.0)
@@ -75,7 +75,7 @@ def test_a_reduction_of_many_dimensions_returns():
 
 @pytest.mark.parametrize(("padding", "says"), [((-1, 1), True), ((0, -1), False), ((1, 1), False)])
 def test_a_convolution_that_crops_and_pads_is_told(padding, says):
-    run = lambda x: jax.lax.conv_general_dilated(x, x, (1, 1), (padding, (0, 0)))  # noqa: E731
+    run = lambda x: jax.lax.conv_general_dilated(x, x, (1, 1), (padding, (0, 0)))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         known_faults.warn_of_known_faults(jax.make_jaxpr(run)(jnp.ones((2, 2, 2, 2))), mesh_of("cpu"), (0, 11, 2))

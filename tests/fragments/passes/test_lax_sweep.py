@@ -114,7 +114,7 @@ class Split(NamedTuple):
 
         def mapped(s):
             own = s.k[:, 0, 0] * (self.kind == "vmap_split")  # an index for each
-            one = lambda own, x, y, i, k: along(Inputs(x, y, i, k, s.n + own, s.w))  # noqa: E731
+            one = lambda own, x, y, i, k: along(Inputs(x, y, i, k, s.n + own, s.w))
             return jax.vmap(one)(own, s.x, s.y, s.i, s.k)
 
         return mapped

@@ -91,7 +91,7 @@ def test_a_lossy_codec_sends_less_and_changes_little(policy, plain, tolerance, m
     packed, whole = (msrl.compile(toy.iteration, state, policy=p, axes=toy.AXES) for p in (policy, plain))
     plan, without = packed.explain(), whole.explain()
     assert moved_bytes(packed, state) == plan.bytes_crossing < plan.unpacked_bytes_crossing == without.bytes_crossing
-    values = lambda p: {(c.value, c.dtype, c.shape, c.source, c.times, c.unpacked_bytes) for c in p.crossings}  # noqa: E731
+    values = lambda p: {(c.value, c.dtype, c.shape, c.source, c.times, c.unpacked_bytes) for c in p.crossings}
     assert values(plan) == values(without)
     (_, a), (_, b) = packed.run(state, 3), whole.run(state, 3)
     assert not np.array_equal(a["loss"], b["loss"])

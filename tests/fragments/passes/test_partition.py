@@ -44,9 +44,7 @@ def compiled(glue, **options):
 def test_glue_makes_no_program_wait():
     """Unmarked code between fragments: `2 * loss` runs with the learner, and the rollout reads no output of the learner."""
     state = toy.initial_state()
-    program = msrl.compile(
-        toy.iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=toy.AXES
-    )
+    program = msrl.compile(toy.iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=toy.AXES)
     body = program.instructions
     learn = next(i for i in body if isinstance(i, RunProgram) and "learn" in i.fragments)
     rollout = next(i for i in body if isinstance(i, RunProgram) and "act" in i.fragments)

@@ -50,39 +50,64 @@ def windows(x, **operations):
 def edges(x):
     """Operations of one array that pad it with different values."""
     return {
-        "cumsum": jnp.cumsum(x), "cumprod": jnp.cumprod(x), "cummin": jax.lax.cummin(x), "cummax": jax.lax.cummax(x),
-        "last": jax.lax.cummin(x, reverse=True), "logs": jax.lax.cumlogsumexp(x), "rest": jax.lax.cumsum(x, reverse=True),
-        "three": shifted(x, 3), "zero": shifted(x, 0), "nine": shifted(x, 9), "given": shifted(x, 0) + shifted(x, x[0]),
+        "cumsum": jnp.cumsum(x),
+        "cumprod": jnp.cumprod(x),
+        "cummin": jax.lax.cummin(x),
+        "cummax": jax.lax.cummax(x),
+        "last": jax.lax.cummin(x, reverse=True),
+        "logs": jax.lax.cumlogsumexp(x),
+        "rest": jax.lax.cumsum(x, reverse=True),
+        "three": shifted(x, 3),
+        "zero": shifted(x, 0),
+        "nine": shifted(x, 9),
+        "given": shifted(x, 0) + shifted(x, x[0]),
         **windows(x, low=(jnp.inf, jax.lax.min), high=(-jnp.inf, jax.lax.max), sums=(0.0, jax.lax.add)),
-    }  # fmt: skip
+    }
 
 
 def edges_of(x):
     """As NumPy computes them."""
-    near = lambda start: np.lib.stride_tricks.sliding_window_view(np.pad(x, 1, constant_values=start), 3)  # noqa: E731
-    late = lambda edge: np.concatenate([[edge], x[:-1]])  # noqa: E731
+    near = lambda start: np.lib.stride_tricks.sliding_window_view(np.pad(x, 1, constant_values=start), 3)
+    late = lambda edge: np.concatenate([[edge], x[:-1]])
     return {
-        "cumsum": np.cumsum(x), "cumprod": np.cumprod(x), "zero": late(0),
-        "cummin": np.minimum.accumulate(x), "cummax": np.maximum.accumulate(x),
-        "last": np.minimum.accumulate(x[::-1])[::-1], "logs": np.logaddexp.accumulate(x), "rest": np.cumsum(x[::-1])[::-1],
-        "three": late(3), "nine": late(9), "given": late(0) + late(x[0]),
-        "low": near(np.inf).min(1), "high": near(-np.inf).max(1), "sums": near(0).sum(1),
-    }  # fmt: skip
+        "cumsum": np.cumsum(x),
+        "cumprod": np.cumprod(x),
+        "zero": late(0),
+        "cummin": np.minimum.accumulate(x),
+        "cummax": np.maximum.accumulate(x),
+        "last": np.minimum.accumulate(x[::-1])[::-1],
+        "logs": np.logaddexp.accumulate(x),
+        "rest": np.cumsum(x[::-1])[::-1],
+        "three": late(3),
+        "nine": late(9),
+        "given": late(0) + late(x[0]),
+        "low": near(np.inf).min(1),
+        "high": near(-np.inf).max(1),
+        "sums": near(0).sum(1),
+    }
 
 
 def reductions(x, bits):
-    odd = lambda a, b: jnp.where(a * a > b * b, a, b)  # noqa: E731
+    odd = lambda a, b: jnp.where(a * a > b * b, a, b)
     return {
-        "xor": jnp.bitwise_xor.reduce(bits), "or": jnp.bitwise_or.reduce(bits), "and": jnp.bitwise_and.reduce(bits + 128),
-        "parity": jnp.logical_xor.reduce(bits > 50), "any": (bits > 50).any(), "own": jax.lax.reduce(x, 0.0, odd, (0,)),
-    }  # fmt: skip
+        "xor": jnp.bitwise_xor.reduce(bits),
+        "or": jnp.bitwise_or.reduce(bits),
+        "and": jnp.bitwise_and.reduce(bits + 128),
+        "parity": jnp.logical_xor.reduce(bits > 50),
+        "any": (bits > 50).any(),
+        "own": jax.lax.reduce(x, 0.0, odd, (0,)),
+    }
 
 
 def reductions_of(x, bits):
     return {
-        "xor": np.bitwise_xor.reduce(bits), "or": np.bitwise_or.reduce(bits), "and": np.bitwise_and.reduce(bits + 128),
-        "parity": np.logical_xor.reduce(bits > 50), "any": True, "own": x[np.abs(x).argmax()],
-    }  # fmt: skip
+        "xor": np.bitwise_xor.reduce(bits),
+        "or": np.bitwise_or.reduce(bits),
+        "and": np.bitwise_and.reduce(bits + 128),
+        "parity": np.logical_xor.reduce(bits > 50),
+        "any": True,
+        "own": x[np.abs(x).argmax()],
+    }
 
 
 def assert_equal(got, want):
@@ -139,7 +164,7 @@ def test_xla_writes_an_element_beyond_the_end_nowhere():
 def test_xla_takes_windows_of_a_convolution_from_the_wrong_places():
     """The smallest programs in plain JAX: once they are right, `repairs` need not make dimensions whole."""
     x, kernel = jnp.arange(8.0).reshape(1, 1, 8), jnp.ones((1, 1, 3))
-    run = lambda x, k: jax.lax.conv_general_dilated(x, k, (2,), "SAME")  # noqa: E731
+    run = lambda x, k: jax.lax.conv_general_dilated(x, k, (2,), "SAME")
     by_kernel = jax.grad(lambda k, x: run(x, k).sum())
     assert np.asarray(by_kernel(kernel, x)).ravel().tolist() == [12, 16, 12]
     x = over(8, x, P(None, None, "devices"))
@@ -248,7 +273,7 @@ def test_loops_of_no_steps_have_no_effects(policy):
         return after, rows.sum(), jax.lax.scan(step, (x + 1), None, length=0)[1], key
 
     def several(x, key):
-        step = lambda x, _: (none(x, key)[0] * 2, None)  # noqa: E731
+        step = lambda x, _: (none(x, key)[0] * 2, None)
         return jax.lax.scan(step, x, length=3)[0], none(x, key)
 
     @msrl.fragment(role="env")
@@ -273,7 +298,7 @@ def test_loops_of_no_steps_have_no_effects(policy):
 
 @by_name("GPUOnly", "SingleLearnerCoarse")
 def test_a_nan_is_the_largest_and_the_smallest(policy):
-    extremes = lambda x: jnp.stack([x.max(), x.min(), jnp.abs(x).max(), x[:, None].max(0)[0]])  # noqa: E731
+    extremes = lambda x: jnp.stack([x.max(), x.min(), jnp.abs(x).max(), x[:, None].max(0)[0]])
     act, learn = (msrl.fragment(role=role)(extremes) for role in ("env", "learner"))
     program = msrl.compile(lambda x: (x, {"env": act(x), "learner": learn(x)}), X, policy=policy, axes=P("env"))
     for x in (X, np.where(np.arange(24) == 5, np.nan, X).astype(np.float32)):
@@ -302,14 +327,18 @@ def test_operations_along_a_split_axis_compute_as_numpy(policy):
 def odd_ones(x, kernel, at, bits):
     """Operations along the second dimension of `[2, 8]`, of which each device has one element."""
     nans = jnp.where(x > 1, jnp.nan, x)
-    conv = lambda x, k: jax.lax.conv_general_dilated(x[None], k, (2,), "SAME")  # noqa: E731
+    conv = lambda x, k: jax.lax.conv_general_dilated(x[None], k, (2,), "SAME")
     return {
-        "max": nans.max(1), "min": nans.min(1), "of rows": jax.vmap(jnp.max)(nans),
+        "max": nans.max(1),
+        "min": nans.min(1),
+        "of rows": jax.vmap(jnp.max)(nans),
         "scatter": jnp.zeros(3).at[jnp.arange(8) % 3].max(nans[0]),
-        "write": jax.lax.dynamic_update_slice(x, jnp.full((2, 1), 9.0), (0, at)), "upper": jax.lax.mulhi(bits, bits),
+        "write": jax.lax.dynamic_update_slice(x, jnp.full((2, 1), 9.0), (0, at)),
+        "upper": jax.lax.mulhi(bits, bits),
         "pad": jax.lax.pad(x, jnp.float32(5), [(0, 0, 0), (-1, -2, 1)]),
-        "conv": conv(x, kernel), "by": jax.grad(lambda x, k: (conv(x, k) ** 2).sum(), (0, 1))(x, kernel),
-    }  # fmt: skip
+        "conv": conv(x, kernel),
+        "by": jax.grad(lambda x, k: (conv(x, k) ** 2).sum(), (0, 1))(x, kernel),
+    }
 
 
 def test_operations_along_a_later_axis_with_one_element_on_each_device_compute_as_numpy():
@@ -320,7 +349,7 @@ def test_operations_along_a_later_axis_with_one_element_on_each_device_compute_a
     @msrl.fragment(role="env")
     def nested(state):
         inner = jax.checkpoint(lambda s, at: odd_ones(s["x"], s["kernel"], at, s["bits"]))
-        step = lambda c, _: (c + 1, jax.lax.cond(c > 10, inner, lambda s, at: inner(s, at + 1), state, c))  # noqa: E731
+        step = lambda c, _: (c + 1, jax.lax.cond(c > 10, inner, lambda s, at: inner(s, at + 1), state, c))
         return jax.lax.scan(step, state["at"], length=2)[1]
 
     plain = msrl.fragment(role="env")(lambda s: odd_ones(s["x"], s["kernel"], s["at"], s["bits"]))
@@ -338,11 +367,15 @@ def test_operations_along_a_later_axis_with_one_element_on_each_device_compute_a
     for t in range(4):
         by_x[:, 2 * t : 2 * t + 3] += np.einsum("o,oij->ij", 2 * out[:, t], kernel)
     want = {
-        "max": nans.max(1), "min": nans.min(1), "of rows": nans.max(1),
+        "max": nans.max(1),
+        "min": nans.min(1),
+        "of rows": nans.max(1),
         "scatter": [np.maximum.reduce([0, *nans[0, i::3]]) for i in range(3)],
-        "write": np.concatenate([x[:, :7], np.full((2, 1), 9)], 1), "upper": (bits.astype(np.int64) ** 2 >> 32),
-        "pad": padded[:, 1:-2], "conv": out[None],
-    }  # fmt: skip
+        "write": np.concatenate([x[:, :7], np.full((2, 1), 9)], 1),
+        "upper": (bits.astype(np.int64) ** 2 >> 32),
+        "pad": padded[:, 1:-2],
+        "conv": out[None],
+    }
     for one in (found, *(jax.tree.map(lambda v, t=t: v[:, t], rows) for t in range(2))):
         assert_equal(one, want)
         np.testing.assert_allclose(one["by"][0][0], by_x[:, :8], 1e-4, 1e-4)
@@ -355,8 +388,8 @@ def test_repairs_reach_loops_branches_and_gradients():
         def step(carry, _):
             return carry, jax.lax.cond(carry[0] > 9, jnp.negative, lambda y: jax.lax.cummin(y) + jnp.cumsum(y), carry)
 
-        tops = lambda y: windows(y, high=(-jnp.inf, jax.lax.max))["high"] * jnp.arange(24.0)  # noqa: E731
-        sums = lambda y: windows(y, sums=(0.0, jax.lax.add))["sums"]  # noqa: E731
+        tops = lambda y: windows(y, high=(-jnp.inf, jax.lax.max))["high"] * jnp.arange(24.0)
+        sums = lambda y: windows(y, sums=(0.0, jax.lax.add))["sums"]
         return jax.lax.scan(step, x, length=1)[1][0], jax.grad(lambda y: (tops(y) + sums(y)).sum())(x), sums(x)
 
     program = msrl.compile(lambda x: (x, nested(x)), X, policy=policies.GPUOnly(3), axes=P("env"))

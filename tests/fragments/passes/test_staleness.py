@@ -238,7 +238,7 @@ def test_states_of_another_staleness_are_refused():
 
 
 def test_environments_that_read_fresh_parameters_are_warned_of():
-    step = lambda params, x: x + params.sum()  # noqa: E731
+    step = lambda params, x: x + params.sum()
     learn = msrl.fragment(role="learner")(lambda params, x: params - x.mean())
     act = msrl.fragment(role="actor")(lambda params, x: x * params.sum())
 

@@ -68,7 +68,7 @@ def test_ordered_callbacks_are_for_a_single_process(monkeypatch):
     """JAX would end the process; callbacks without an order run."""
 
     def effects(ordered):
-        show = lambda x: jax.experimental.io_callback(print, None, x, ordered=ordered)  # noqa: E731
+        show = lambda x: jax.experimental.io_callback(print, None, x, ordered=ordered)
         return jax.make_jaxpr(show)(1.0).effects
 
     check_effects(effects(ordered=True))

@@ -89,10 +89,7 @@ def test_loops_multiply(mesh):
         return jax.lax.scan(outer, jax.lax.pmean(x, "d"), length=5)[0]
 
     text = compiled(on_devices(fn, mesh), mesh)
-    assert found(text) == (
-        sorted([(ALL_REDUCE, 32, 1), (ALL_REDUCE, 32, 15), (PERMUTE, 4, 15), (GATHER, 8 * 3 * 4, 5)]),
-        True,
-    )
+    assert found(text) == (sorted([(ALL_REDUCE, 32, 1), (ALL_REDUCE, 32, 15), (PERMUTE, 4, 15), (GATHER, 8 * 3 * 4, 5)]), True)
 
 
 def test_loops_of_unknown_length_are_reported(mesh):
@@ -240,7 +237,7 @@ UNCLEAR = {
     "another way to write an instruction": ASYNCHRONOUS.replace("%ragged = f32[<=7,2]{1,0}", "%ragged: f32[<=7,2]{1,0} :="),
     "another way to name what is called": ASYNCHRONOUS.replace("calls=%async_computation", "runs=%async_computation"),
     "a loop written in another way": ASYNCHRONOUS.replace("condition=%cond.1, body=%body.1", "do=%body.1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)
@@ -321,7 +318,7 @@ OTHER = {
     "another comparison": ("direction=LT", "direction=NE"),
     "a bound from outside": ("%constant.7.clone.1 = s32[]{:T(128)} constant(32)", "%constant.7.clone.1 = s32[] parameter(1)"),
     "a condition in a fusion": ("compare(%get-tuple-element.3, %constant.7.clone.1), direction=LT", "fusion(%wide.param.8)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OTHER)

@@ -38,10 +38,14 @@ def test_fields_keep_their_rows():
 def test_leaves_that_differ_in_way_times_type_or_codec_are_apart():
     leaf = "state.params['{}']".format
     apart = [
-        crossing(leaf("a")), crossing(leaf("b"), times=2), crossing(leaf("c"), destination="envs"),
-        crossing(leaf("d"), source="server"), crossing(leaf("e"), dtype="int32"), crossing(leaf("f"), codec="bfloat16"),
+        crossing(leaf("a")),
+        crossing(leaf("b"), times=2),
+        crossing(leaf("c"), destination="envs"),
+        crossing(leaf("d"), source="server"),
+        crossing(leaf("e"), dtype="int32"),
+        crossing(leaf("f"), codec="bfloat16"),
         crossing(leaf("g") + " (delayed 1)"),
-    ]  # fmt: skip
+    ]
     assert len(rows(*apart)) == 7
     assert [row.split()[0] for row in rows(*apart)] == [leaf(name) for name in "abcdefg"]
 

@@ -59,9 +59,11 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch, spec, 
 
 def refused(program, state):
     for use in (
-        lambda: program.place(state), lambda: program(state), lambda: program.run(state, 1),
+        lambda: program.place(state),
+        lambda: program(state),
+        lambda: program.run(state, 1),
         lambda: program.initialize(lambda: jnp.zeros(64)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RuntimeError, match=r"devices that this machine does not have .* it can be explained, but no state"):
             use()
 

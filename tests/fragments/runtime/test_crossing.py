@@ -79,7 +79,7 @@ def test_all_kinds_of_elements():
         jax.random.split(jax.random.key(1, impl="rbg"), 6),
         jax.random.split(jax.random.key(1), 6)[:0],
     ]
-    split = lambda x: P("d") if np.ndim(x) and x.shape[0] else P()  # noqa: E731
+    split = lambda x: P("d") if np.ndim(x) and x.shape[0] else P()
     source, target = mesh(range(2)), mesh(range(1, 4))
     at = [NamedSharding(source, split(x)) for x in values]
     to = [NamedSharding(target, split(x)) for x in values]

@@ -65,10 +65,17 @@ def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices
 
 
 KINDS = [
-    np.array([[1.5, np.nan], [-0.0, np.inf]], np.float32), np.arange(6, dtype=np.float32), np.zeros((0, 3), np.float32),
-    np.arange(SMALL, dtype=np.float32), np.array([True, False]), np.array([[True]]), np.array([-128, 127], np.int8),
-    np.int32(7), np.array([2**31 - 1, -5], np.int32), np.array([1.25, -0.0], jnp.bfloat16),
-]  # fmt: skip
+    np.array([[1.5, np.nan], [-0.0, np.inf]], np.float32),
+    np.arange(6, dtype=np.float32),
+    np.zeros((0, 3), np.float32),
+    np.arange(SMALL, dtype=np.float32),
+    np.array([True, False]),
+    np.array([[True]]),
+    np.array([-128, 127], np.int8),
+    np.int32(7),
+    np.array([2**31 - 1, -5], np.int32),
+    np.array([1.25, -0.0], jnp.bfloat16),
+]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -49,9 +49,7 @@ def make_program(policy):
     return msrl.compile(iteration, jax.eval_shape(init, key), policy=policy, axes=AXES), key
 
 
-@pytest.mark.parametrize(
-    "policy", [policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)]
-)
+@pytest.mark.parametrize("policy", [policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)])
 def test_initialize_equals_place_of_the_same_state(policy):
     program, key = make_program(policy)
     found, expected = program.initialize(init, key), program.place(jax.jit(init)(key))

@@ -41,9 +41,7 @@ def iteration(state):
 
 def start(count):
     table = jnp.zeros((16, SIZE // 16))
-    return {
-        "table": table, "bias": jnp.ones(2), "count": jnp.int32(count), "t": jnp.int32(0), "x": jnp.arange(8.0),
-    }  # fmt: skip
+    return {"table": table, "bias": jnp.ones(2), "count": jnp.int32(count), "t": jnp.int32(0), "x": jnp.arange(8.0)}
 
 
 def sent_by(codec, count):
@@ -57,7 +55,7 @@ def sent_by(codec, count):
 def test_only_changed_words_cross_and_all_of_them_where_these_are_too_many():
     count = [3, 0, 32, 33, 5, 1]  # of 258 words, at most 258 // 8 = 32 cross as changes
     program, metrics, sent = sent_by("delta(8)", count)
-    (name, one), = sent.items()  # fmt: skip
+    ((name, one),) = sent.items()
     assert name == "0: learners -> actors: state['table']"
     # Of six exchanges the first has nothing to compare with, and the fifth comes after the iteration that changed 33 words.
     assert (one.exchanges, one.compared, one.changed, one.words) == (6, 5, 3 + 0 + 32 + 33 + 5, SIZE + 2)

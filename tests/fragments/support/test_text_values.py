@@ -16,9 +16,12 @@ CALLS = {"uniform": lambda low, high: ("uniform", low, high), "choice": lambda *
         ("a='x,b=3m(',d=2s3z, e = word.s", {"a": "x,b=3m(", "d": "2s3z", "e": "word.s"}),
         ("a=linear:3e-4:0,b=my.cells:Cell,c=a_[12] | b*", {"a": "linear:3e-4:0", "b": "my.cells:Cell", "c": "a_[12] | b*"}),
         ("codec=frame_stack(4),lambda=0.9", {"codec": "frame_stack(4)", "lambda": 0.9}),
-        ("a==1", None), ("=1", None), ("a=1 2", None), ("1a=2", None),
+        ("a==1", None),
+        ("=1", None),
+        ("a=1 2", None),
+        ("1a=2", None),
     ],
-)  # fmt: skip
+)
 def test_values_by_key(text, values):
     if values is None:
         with pytest.raises(ValueError, match=r"^not so$"):
@@ -30,9 +33,13 @@ def test_values_by_key(text, values):
 def test_calls_are_made_where_they_are_known():
     text = "a=uniform:0.25:1,b=choice:1:2:4,c=uniform(0, uniform(1, 2)),d=choice([1, 2]),e=word,f=[0, -1]"
     assert read_values(text, CALLS, wrong="") == {
-        "a": ("uniform", 0.25, 1), "b": ("choice", 1, 2, 4), "c": ("uniform", 0, ("uniform", 1, 2)), "d": ("choice", [1, 2]),
-        "e": "word", "f": [0, -1],
-    }  # fmt: skip
+        "a": ("uniform", 0.25, 1),
+        "b": ("choice", 1, 2, 4),
+        "c": ("uniform", 0, ("uniform", 1, 2)),
+        "d": ("choice", [1, 2]),
+        "e": "word",
+        "f": [0, -1],
+    }
 
 
 @pytest.mark.parametrize(

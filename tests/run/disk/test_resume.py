@@ -210,9 +210,19 @@ def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
     data, path = Path(shutil.copy(pendulum_data, tmp_path / "data.npz")), tmp_path / "run"
     options = {"devices": jax.devices()[:1], "progress": False}
     msrl.train(
-        "bc", "Pendulum-v1", data=data, out=path, total_steps=8, chunk=1, eval_episodes=0, callbacks=[stop_after(1)],
-        num_updates=2, batch_size=16, hidden_sizes=(8,), **options,
-    )  # fmt: skip
+        "bc",
+        "Pendulum-v1",
+        data=data,
+        out=path,
+        total_steps=8,
+        chunk=1,
+        eval_episodes=0,
+        callbacks=[stop_after(1)],
+        num_updates=2,
+        batch_size=16,
+        hidden_sizes=(8,),
+        **options,
+    )
     moved = data.rename(tmp_path / "moved.npz")
     with pytest.raises(RunFolderError, match=r"the run in .*run cannot be read: the file .*data\.npz does not exist"):
         msrl.train(resume=path, progress=False)

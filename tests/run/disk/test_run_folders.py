@@ -119,10 +119,7 @@ DAMAGES = [
     (damage_seals, r"no checkpoint that is whole: .* run\.json cannot be read \(ValueError: it is nested too deeply"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
-    (
-        break_config(algorithm="pppo"),
-        r"not what the run was saved with|cannot read the config of the run in .*: .*pppo",
-    ),
+    (break_config(algorithm="pppo"), r"not what the run was saved with|cannot read the config of the run in .*: .*pppo"),
     (
         break_config(config={"num_envs": 3, "no_such_field": 1}),
         r"not what the run was saved with|cannot read the config of the run in .*: .*no_such_field",
@@ -146,7 +143,7 @@ DAMAGES = [
     (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
     pytest.param(edit_rows(lambda rows: rows[::-1]), r"line 2 of .*metrics\.jsonl is damaged", marks=pytest.mark.slow),
     pytest.param(
-        edit_rows(lambda rows: [row[:-2] + ", \"x\": \"a\"}\n" for row in rows]),
+        edit_rows(lambda rows: [row[:-2] + ', "x": "a"}\n' for row in rows]),
         r"line 1 of .*metrics\.jsonl is damaged",
         marks=pytest.mark.slow,
     ),
@@ -508,7 +505,7 @@ def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monk
     monkeypatch.setattr(checkpoint, "_sums", failing)
     with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
         result = train(
-            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9,
-        )  # fmt: skip
+            "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9
+        )
     assert result.folder == tmp_path / "run" and not result.save_error
     assert [c.iteration for c in checkpoint.complete_checkpoints(result.folder)] == [3, 1]

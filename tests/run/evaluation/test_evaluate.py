@@ -74,7 +74,7 @@ class Answering(WithoutStatistics):
             ([0, 1], [0, 0], [0, 0], [0, 1], [np.nan, 2]),
             ([5, 1], [1, 1], [0, 0], [1, 1], [4, 3]),
         ]
-        of_copies = lambda row: jnp.array(row)[jnp.arange(self.num_envs) % 2]  # noqa: E731
+        of_copies = lambda row: jnp.array(row)[jnp.arange(self.num_envs) % 2]
         reward, *flags, metric = (jax.vmap(of_copies)(jnp.array(x, float))[state % 4] for x in zip(*rows, strict=True))
         terminated, truncated, valid = (x.astype(bool) for x in flags)
         obs = jnp.zeros((self.num_envs, 2))

@@ -25,9 +25,19 @@ def played(tmp_path_factory):
     _factories["Leaving-test"] = lambda: Leaving(leave=(1, 3, 9), limit=LIMIT)
     folder = tmp_path_factory.mktemp("teams") / "run"
     yield msrl.train(
-        "teams", "Leaving-test", teams={"one": IPPO, "others": f"{IPPO},agents=t*"}, num_envs=4, unroll_length=6,
-        total_steps=4 * 24, chunk=1, eval_episodes=5, eval_every=48, out=folder, progress=False, devices=jax.devices()[:1],
-    )  # fmt: skip
+        "teams",
+        "Leaving-test",
+        teams={"one": IPPO, "others": f"{IPPO},agents=t*"},
+        num_envs=4,
+        unroll_length=6,
+        total_steps=4 * 24,
+        chunk=1,
+        eval_episodes=5,
+        eval_every=48,
+        out=folder,
+        progress=False,
+        devices=jax.devices()[:1],
+    )
     del _factories["Leaving-test"]
 
 

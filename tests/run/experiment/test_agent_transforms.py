@@ -32,10 +32,15 @@ def climbing(bad):
         return Own(params, state.steps + 1, ()), {}
 
     return Agent(
-        init=lambda key: Own(jnp.zeros(()), jnp.int32(0), ()), iteration=iteration,
-        act=lambda state, obs, key, carry: (state.params, carry), axes=Own(P(), P(), ()), steps_per_iteration=1,
-        updates_per_iteration=1, env=None, unit="updates",
-    )  # type: ignore[arg-type]  # fmt: skip
+        init=lambda key: Own(jnp.zeros(()), jnp.int32(0), ()),
+        iteration=iteration,
+        act=lambda state, obs, key, carry: (state.params, carry),
+        axes=Own(P(), P(), ()),
+        steps_per_iteration=1,
+        updates_per_iteration=1,
+        env=None,
+        unit="updates",
+    )  # type: ignore[arg-type]
 
 
 def summed(agent):

@@ -29,9 +29,13 @@ RATE = envs.log_uniform(1e-5, 1e-2)
 SEARCH = {"learning_rate": RATE, "entropy_coef": envs.uniform(0, 0.1)}
 ENV, STEPS = "CartPole-v1:max_steps_in_episode=30", 64
 SMALL = {
-    "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
+    "num_envs": 8,
+    "unroll_length": 8,
+    "num_epochs": 1,
+    "num_minibatches": 2,
+    "hidden_sizes": (8,),
     "normalize_observations": True,
-}  # fmt: skip
+}
 EIGHT = msrl.PBT(search=SEARCH, members=8, every=2, fraction=0.25)
 
 
@@ -123,10 +127,14 @@ def test_chance_that_ranks_equals_is_not_that_of_the_perturbation():
     fields = {"discount": jnp.full(8, 0.5), "learning_rate": jnp.full(8, 1e-3)}
     pbt = msrl.PBT({"discount": envs.uniform(0, 1), "learning_rate": RATE}, members=8, every=1, fraction=0.125)
     agent = Agent(
-        init=lambda keys: Member(Idle(jnp.zeros(8)), fields), act=lambda *_: None, axes=Member(Idle(P("member")), P("member")),
+        init=lambda keys: Member(Idle(jnp.zeros(8)), fields),
+        act=lambda *_: None,
+        axes=Member(Idle(P("member")), P("member")),
         iteration=lambda state, progress: (state, {"episode_return": Mean(jnp.arange(8.0) // 7, jnp.ones(8))}),
-        steps_per_iteration=1, updates_per_iteration=1, env=None,
-    )  # fmt: skip
+        steps_per_iteration=1,
+        updates_per_iteration=1,
+        env=None,
+    )
     population = evolve(agent, pbt)
 
     @jax.jit
@@ -145,10 +153,14 @@ def test_chance_that_ranks_equals_is_not_that_of_the_perturbation():
 def test_a_member_with_a_nan_is_compared_again_in_the_next_period():
     fields = {"discount": jnp.full(2, 0.5)}
     agent = Agent(
-        init=lambda keys: Member(Idle(jnp.zeros(2)), fields), act=lambda *_: None, axes=Member(Idle(P("member")), P("member")),
+        init=lambda keys: Member(Idle(jnp.zeros(2)), fields),
+        act=lambda *_: None,
+        axes=Member(Idle(P("member")), P("member")),
         iteration=lambda state, score: (state, {"episode_return": Mean(score, jnp.ones(2))}),
-        steps_per_iteration=1, updates_per_iteration=1, env=None,
-    )  # fmt: skip
+        steps_per_iteration=1,
+        updates_per_iteration=1,
+        env=None,
+    )
     population = evolve(agent, msrl.PBT({"discount": envs.uniform(0, 1)}, members=2, every=1, fraction=0.5))
     state, parents = population.init(keys(2)), []
     for score in ([np.nan, 1.0], [0.0, 1.0]):
@@ -184,7 +196,7 @@ def toy(pbt, exploits, explores, key):
 
     A little noise in the scores breaks the tie at the start, where both members are equally good.
     """
-    true = lambda theta: 1.2 - jnp.square(theta).sum(-1)  # noqa: E731
+    true = lambda theta: 1.2 - jnp.square(theta).sum(-1)
     start = jnp.full((2, 2), 0.9), {"h0": jnp.array([1.0, 0.0]), "h1": jnp.array([0.0, 1.0])}
 
     def period(carry, key):
@@ -207,9 +219,12 @@ def toy(pbt, exploits, explores, key):
 @pytest.mark.parametrize("how", ["perturb", pytest.param("resample", marks=pytest.mark.slow)])
 def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(how):
     pbt = msrl.PBT(
-        search={"h0": envs.uniform(0.1, 1), "h1": envs.uniform(0.1, 1)}, members=2, fraction=0.5, explore=how,
+        search={"h0": envs.uniform(0.1, 1), "h1": envs.uniform(0.1, 1)},
+        members=2,
+        fraction=0.5,
+        explore=how,
         resample_probability=0.5,
-    )  # fmt: skip
+    )
     scores = [float(toy(pbt, True, True, jax.random.key(seed))) for seed in range(5)]
     assert min(scores) >= 1.19
     assert float(toy(pbt, False, False, jax.random.key(0))) < 0.4, "grid search"
@@ -232,7 +247,7 @@ def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(ho
         ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has only one value; pass it to train as learning_rate"),
         ({"search": {"learning_rate": envs.uniform(1e-4, envs.ramp(1e-3, 1, 10))}}, "a range cannot follow a ramp"),
     ],
-)  # fmt: skip
+)
 def test_specifications_that_are_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         msrl.PBT(**{"search": SEARCH, **fields})
@@ -255,7 +270,7 @@ def searching(**fields):
         ("gymnasium:CartPole-v1", {"pbt": EIGHT}, "pbt with members=8: members share a program, but"),
         (ENV, {"pbt": 7}, "pbt=7: give msrl.PBT(search=..., members=..., every=...)"),
     ],
-)  # fmt: skip
+)
 def test_runs_that_are_refused_before_anything_compiles(env, options, message):
     if env.startswith("gymnasium:"):
         pytest.importorskip("gymnasium")
@@ -285,8 +300,9 @@ def reference(iterations=6):
 
 MATRIX = [
     slow_unless((n, policy) == (2, "SingleLearnerCoarse"), n, policy)
-    for n in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)
-]  # fmt: skip
+    for n in (1, 2, 4, 8)
+    for policy in sorted(msrl.policies.POLICIES)
+]
 
 
 @pytest.mark.long
@@ -334,7 +350,7 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     statistics = setup.agent.env.statistics
     check((after.params, after.opt_state), (expected.params, expected.opt_state), parent)
     check(statistics(after.env_state), statistics(expected.env_state), parent)
-    own = lambda s: (s.key, s.actor_keys, s.obs, s.env_state.env_state)  # noqa: E731
+    own = lambda s: (s.key, s.actor_keys, s.obs, s.env_state.env_state)
     check(own(after), own(expected), np.arange(8))
     values, before = (np.asarray(x.inner.numbers["learning_rate"]) for x in (evolved, population))
     ratio = values / before[parent]
@@ -389,8 +405,7 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [pytest.param("SingleLearnerCoarse", marks=pytest.mark.long), pytest.param("Central", marks=pytest.mark.slow)],
+    "policy", [pytest.param("SingleLearnerCoarse", marks=pytest.mark.long), pytest.param("Central", marks=pytest.mark.slow)]
 )
 def test_an_iteration_moves_scores_and_the_decision_only(policy):
     setup, *_ = reference()

@@ -128,10 +128,24 @@ def train_unsteady(guard, rate):
     """Two members, one of whose learning rates makes numbers that are no float32 any more."""
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-5, 1e30)}, members=2, every=3, fraction=0.5)
     return msrl.train(
-        "ppo", Faulty(), pbt=pbt, guard=guard, total_steps=9 * 32, chunk=1, eval_episodes=0, devices=jax.devices()[:1],
-        progress=False, learning_rate=[rate, 1e-3], max_grad_norm=1e30, num_envs=4, unroll_length=8, hidden_sizes=(8,),
-        num_epochs=1, num_minibatches=2, normalize_values=False,
-    )  # fmt: skip
+        "ppo",
+        Faulty(),
+        pbt=pbt,
+        guard=guard,
+        total_steps=9 * 32,
+        chunk=1,
+        eval_episodes=0,
+        devices=jax.devices()[:1],
+        progress=False,
+        learning_rate=[rate, 1e-3],
+        max_grad_norm=1e30,
+        num_envs=4,
+        unroll_length=8,
+        hidden_sizes=(8,),
+        num_epochs=1,
+        num_minibatches=2,
+        normalize_values=False,
+    )
 
 
 @pytest.mark.slow
@@ -152,10 +166,21 @@ def test_a_population_goes_back_with_smaller_rates():
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
 def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction):
     run = functools.partial(
-        msrl.train, "bc", ENV, pbt=msrl.PBT({"learning_rate": RATE}, members=4, every=2, fraction=0.5),
-        data=noise(envs.make(ENV)), total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,),
-        validation_fraction=validation_fraction, eval_episodes=0, chunk=2, devices=jax.devices()[:1], progress=False,
-    )  # fmt: skip
+        msrl.train,
+        "bc",
+        ENV,
+        pbt=msrl.PBT({"learning_rate": RATE}, members=4, every=2, fraction=0.5),
+        data=noise(envs.make(ENV)),
+        total_steps=8,
+        num_updates=2,
+        batch_size=16,
+        hidden_sizes=(8,),
+        validation_fraction=validation_fraction,
+        eval_episodes=0,
+        chunk=2,
+        devices=jax.devices()[:1],
+        progress=False,
+    )
     if not validation_fraction:
         with pytest.raises(ValueError, match="pbt ranks offline members by their validation loss; train with"):
             run()

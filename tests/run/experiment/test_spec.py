@@ -42,9 +42,13 @@ def test_environments_are_compared_by_what_they_show():
 
 
 LOST = [
-    *((name, 1.0) for name in RESERVED), ("waves", np.complex64(1j)), ("note", "good"), ("nothing", None),
-    ("tree", {"loss": 1.0}), ("key", jax.random.key(0)),
-]  # fmt: skip
+    *((name, 1.0) for name in RESERVED),
+    ("waves", np.complex64(1j)),
+    ("note", "good"),
+    ("nothing", None),
+    ("tree", {"loss": 1.0}),
+    ("key", jax.random.key(0)),
+]
 
 
 @pytest.mark.parametrize(("metric", "value"), LOST)

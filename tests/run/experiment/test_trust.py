@@ -48,11 +48,16 @@ PLACES = {
     "core": {"algorithm": "recurrent_ppo", "config": {"core": "evil:opt"}},
     "teams": {"algorithm": "teams", "config": {"teams": ["agent=ippo:optimizer='evil:opt'"]}},
     "teams, a file": {"algorithm": "teams", "config": {"teams": ["agent=evil.py:Evil:agents=a|b"]}},
-}  # fmt: skip
+}
 LOADING = (
-    ["evaluate", "run"], ["export", "run", "policy.jaxexport"], ["record", "run", "--steps", "8", "--out", "a.npz"],
-    ["video", "run"], ["train", "--out", "run", "--resume"], ["profile", "--run", "run"], ["report", "run", "--plans"],
-)  # fmt: skip
+    ["evaluate", "run"],
+    ["export", "run", "policy.jaxexport"],
+    ["record", "run", "--steps", "8", "--out", "a.npz"],
+    ["video", "run"],
+    ["train", "--out", "run", "--resume"],
+    ["profile", "--run", "run"],
+    ["report", "run", "--plans"],
+)
 
 
 @pytest.fixture
@@ -111,7 +116,10 @@ def test_a_page_and_a_plot_need_no_environment(sent, capsys):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seeds": 2**60}, {"seeds": 2**19, "settings": {"discount": [0.9] * 9}}, {"settings": {"a": 3}}, {"devices": 3},
+        {"seeds": 2**60},
+        {"seeds": 2**19, "settings": {"discount": [0.9] * 9}},
+        {"settings": {"a": 3}},
+        {"devices": 3},
         {"pbt": {"a": 1}},
     ],
     ids=str,
@@ -132,13 +140,22 @@ def test_a_policy_of_a_folder_is_imported_by_nobody(sent, capsys):
 
 
 FILES = [
-    ("train", 'env = "evil:Env"'), ("train", f'env = "{TOUCH}"'), ("train", 'algo = "evil.py"'), ("train", 'policy = "evil:P"'),
-    ("train", 'learning_rate = "evil:opt"'), ("train", 'algo = "recurrent_ppo"\ncore = "evil:opt"'),
-    ("train", 'algo = "teams"\nteams = ["a=ippo", "b=evil.py"]'), ("sweep", 'network = "auto,evil:opt"'),
-    ("explain", 'beside = ["GPUOnly", "evil:P"]'), ("bench", 'algo = ["ppo", "evil.py"]'), ("profile", 'algo = "evil:Evil"'),
-    ("compete", 'leaderboard = "board"\nenv = "evil:Env"'), ("check-env", 'env = "evil:Env"'),
-    ("copy", 'algorithm = "evil.py"\nfile = "b.py"'), ("reproduce", 'names = ["ppo-cartpole"]\npolicy = "evil:P"'),
-]  # fmt: skip
+    ("train", 'env = "evil:Env"'),
+    ("train", f'env = "{TOUCH}"'),
+    ("train", 'algo = "evil.py"'),
+    ("train", 'policy = "evil:P"'),
+    ("train", 'learning_rate = "evil:opt"'),
+    ("train", 'algo = "recurrent_ppo"\ncore = "evil:opt"'),
+    ("train", 'algo = "teams"\nteams = ["a=ippo", "b=evil.py"]'),
+    ("sweep", 'network = "auto,evil:opt"'),
+    ("explain", 'beside = ["GPUOnly", "evil:P"]'),
+    ("bench", 'algo = ["ppo", "evil.py"]'),
+    ("profile", 'algo = "evil:Evil"'),
+    ("compete", 'leaderboard = "board"\nenv = "evil:Env"'),
+    ("check-env", 'env = "evil:Env"'),
+    ("copy", 'algorithm = "evil.py"\nfile = "b.py"'),
+    ("reproduce", 'names = ["ppo-cartpole"]\npolicy = "evil:P"'),
+]
 
 
 @pytest.mark.parametrize(("command", "text"), FILES)
@@ -180,10 +197,13 @@ def test_with_trust_the_kind_is_checked_before_a_call(trust, sent, tmp_path, cap
     code = f"import pathlib\nfrom os import system\n{EVIL.splitlines()[-1]}\nclass Thing: pass\n"
     (tmp_path / "kinds.py").write_text(code)
     for path, message in {
-        "os:system": "is in Python's standard library", "kinds:system": "is in Python's standard library",
-        "kinds:opt": "annotate what it returns: def opt(...) -> ...", "kinds:Thing": "is not an environment",
-        "kinds:pathlib": "is not an environment", "builtins:print": "is in Python's standard library",
-    }.items():  # fmt: skip
+        "os:system": "is in Python's standard library",
+        "kinds:system": "is in Python's standard library",
+        "kinds:opt": "annotate what it returns: def opt(...) -> ...",
+        "kinds:Thing": "is not an environment",
+        "kinds:pathlib": "is not an environment",
+        "builtins:print": "is in Python's standard library",
+    }.items():
         words = ["check-env", path] if not trust else ["evaluate", sent(env_spec=path), *trust]
         assert message in one_line(words, capsys)
 
@@ -247,7 +267,7 @@ def test_what_may_return_something_else_is_not_called():
     def either() -> Experiment | int: ...  # type: ignore[empty-body]
     def both() -> Experiment | Result: ...  # type: ignore[empty-body]
 
-    fits = lambda kind: issubclass(kind, (Experiment, Result))  # noqa: E731
+    fits = lambda kind: issubclass(kind, (Experiment, Result))
     assert naming.makes(both, fits) and naming.makes(Result, fits) and not naming.makes(either, fits)
 
 

@@ -73,16 +73,26 @@ def test_skip_gives_the_same_run_under_every_policy():
         pytest.param("sac", "observation", APART, marks=pytest.mark.slow),
         pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, what, policy, tmp_path):
     config = CONFIGS[algo]
     steps = config["num_envs"] * config["unroll_length"]
     with pytest.raises(DivergedError) as caught:
         msrl.train(
-            algo, Faulty(what), policy=policy, total_steps=6 * steps, chunk=1, eval_episodes=0, guard="rollback",
-            checkpoint_every=steps, out=tmp_path / "run", devices=jax.devices()[:2], progress=False,
-            learning_rate=1e-3, **config,
-        )  # fmt: skip
+            algo,
+            Faulty(what),
+            policy=policy,
+            total_steps=6 * steps,
+            chunk=1,
+            eval_episodes=0,
+            guard="rollback",
+            checkpoint_every=steps,
+            out=tmp_path / "run",
+            devices=jax.devices()[:2],
+            progress=False,
+            learning_rate=1e-3,
+            **config,
+        )
     bad = WHERE[algo][0]
     description = json.loads((tmp_path / "run" / "config.json").read_text())
     assert [r["to"] for r in description["rollbacks"]] == [bad - 1] * 5
@@ -127,11 +137,19 @@ def test_a_run_that_goes_back_keeps_nothing_of_what_it_leaves(monkeypatch):
     kept = Guard()
     kept.begin, kept.earlier = (lambda run: None), (lambda run: (state, 4, 0))
     run = SimpleNamespace(
-        experiment=experiment, deployment={"rollbacks": []}, finding=SimpleNamespace(iteration=6, metric="loss", leaf=None),
-        program=program, policy=None, devices=None, path=None, compiled_before=0.0, compile=lambda: None, iteration=6,
+        experiment=experiment,
+        deployment={"rollbacks": []},
+        finding=SimpleNamespace(iteration=6, metric="loss", leaf=None),
+        program=program,
+        policy=None,
+        devices=None,
+        path=None,
+        compiled_before=0.0,
+        compile=lambda: None,
+        iteration=6,
         rows=[{"iteration": i} for i in (2, 4, 6)],
         last_episodes=NO_EPISODES.add(0, np.arange(1.0, 7.0)),
-    )  # fmt: skip
+    )
     monkeypatch.setattr("msrl_jax.run.loop.guard.close_simulators", lambda env: None)
     assert StopOrRollBack(kept, None).after(run) is None
     assert (run.iteration, run.finding) == (4, None) and [row["iteration"] for row in run.rows] == [2, 4]
@@ -165,9 +183,16 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     experiment = SimpleNamespace(pbt="evolves")
     program = SimpleNamespace(begin=lambda count: None, place=lambda state: state, compile_seconds=0.0)
     run = SimpleNamespace(
-        program=program, experiment=experiment, most_at_once=1, deployment={"rollbacks": [{}, {}]}, seconds={}, started=0.0,
-        step=0, iteration=1, iterations=1,
-    )  # fmt: skip
+        program=program,
+        experiment=experiment,
+        most_at_once=1,
+        deployment={"rollbacks": [{}, {}]},
+        seconds={},
+        started=0.0,
+        step=0,
+        iteration=1,
+        iterations=1,
+    )
     module._begin(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
     wanted = again(state, 2, 0, experiment)
     assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
@@ -178,9 +203,21 @@ def train_unsteady(out, **options):
     """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
     options = {"total_steps": 8 * 32, "learning_rate": 4e18, **options}
     return msrl.train(
-        "ppo", Faulty(), policy=TOGETHER, chunk=1, eval_episodes=0, guard="rollback", out=out, checkpoint_every=32,
-        devices=jax.devices()[:1], progress=False, max_grad_norm=1e30, normalize_values=False, **CONFIGS["ppo"], **options,
-    )  # fmt: skip
+        "ppo",
+        Faulty(),
+        policy=TOGETHER,
+        chunk=1,
+        eval_episodes=0,
+        guard="rollback",
+        out=out,
+        checkpoint_every=32,
+        devices=jax.devices()[:1],
+        progress=False,
+        max_grad_norm=1e30,
+        normalize_values=False,
+        **CONFIGS["ppo"],
+        **options,
+    )
 
 
 @pytest.mark.long

@@ -21,32 +21,64 @@ ROWS = 1000
 TEAM = "jaxmarl:MPE_simple_spread_v3"
 LOCK = "tests.support.lock:Lock"
 OTHERS = {
-    "recurrent_ppo+lstm": {"core": "lstm:16"}, "ppo+normal": {"normalize_observations": True},
-    "mappo+gru": {"core": "gru:16"}, "dqn+images": {"network": "cnn", "replay.capacity": 256},
-}  # fmt: skip
+    "recurrent_ppo+lstm": {"core": "lstm:16"},
+    "ppo+normal": {"normalize_observations": True},
+    "mappo+gru": {"core": "gru:16"},
+    "dqn+images": {"network": "cnn", "replay.capacity": 256},
+}
 FAST = [("ppo+normal", "Pendulum-v1"), ("r2d2", "CartPole-v1")]
 SLOW = [
     ("self_play", "KuhnPoker"),
-    ("sac+qr", "Pendulum-v1"), ("dqn+c51", "CartPole-v1"),
-    ("ppo", "CartPole-v1"), ("ppo", LOCK), ("recurrent_ppo+lstm", "CartPole-v1"), ("recurrent_ppo+min_gru", "Pendulum-v1"),
-    ("recurrent_ppo+lru", "CartPole-v1"), ("recurrent_ppo+gtrxl", "CartPole-v1"), ("recurrent_ppo+own", "CartPole-v1"),
-    ("a2c", "Pendulum-v1"), ("impala", "CartPole-v1"), ("impala+memory", "CartPole-v1"), ("a3c", "CartPole-v1"),
-    ("es", "Pendulum-v1"), ("pqn", "CartPole-v1"), ("dqn", "CartPole-v1"), ("dqn+qr", "CartPole-v1"),
-    ("dqn+iqn", "CartPole-v1"), ("dqn", "Catch-bsuite"), ("ppo", "Breakout-MinAtar"),
-    ("apex_dqn", "CartPole-v1"), ("muzero", "CartPole-v1"), ("sac", "Pendulum-v1"),
-    ("sac", "CartPole-v1"), ("td3", "Pendulum-v1"), ("td3+c51", "Pendulum-v1"), ("ddpg", "Pendulum-v1"),
-    ("sac+cross_q", "Pendulum-v1"), ("sac+gru", "Pendulum-v1"), ("bc", "CartPole-v1"), ("bc", "Pendulum-v1"),
-    ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1"), ("iql", "CartPole-v1"), ("ppo+linen", "CartPole-v1"),
-    ("dqn+equinox", "CartPole-v1"), ("sac+nnx", "Pendulum-v1"), ("ippo", TEAM), ("mappo", TEAM), ("mappo+gru", TEAM),
-    ("qmix", TEAM), ("vdn", TEAM), ("maddpg", TEAM), ("self_play", "pgx:tic_tac_toe"), ("alphazero", "pgx:tic_tac_toe"),
+    ("sac+qr", "Pendulum-v1"),
+    ("dqn+c51", "CartPole-v1"),
+    ("ppo", "CartPole-v1"),
+    ("ppo", LOCK),
+    ("recurrent_ppo+lstm", "CartPole-v1"),
+    ("recurrent_ppo+min_gru", "Pendulum-v1"),
+    ("recurrent_ppo+lru", "CartPole-v1"),
+    ("recurrent_ppo+gtrxl", "CartPole-v1"),
+    ("recurrent_ppo+own", "CartPole-v1"),
+    ("a2c", "Pendulum-v1"),
+    ("impala", "CartPole-v1"),
+    ("impala+memory", "CartPole-v1"),
+    ("a3c", "CartPole-v1"),
+    ("es", "Pendulum-v1"),
+    ("pqn", "CartPole-v1"),
+    ("dqn", "CartPole-v1"),
+    ("dqn+qr", "CartPole-v1"),
+    ("dqn+iqn", "CartPole-v1"),
+    ("dqn", "Catch-bsuite"),
+    ("ppo", "Breakout-MinAtar"),
+    ("apex_dqn", "CartPole-v1"),
+    ("muzero", "CartPole-v1"),
+    ("sac", "Pendulum-v1"),
+    ("sac", "CartPole-v1"),
+    ("td3", "Pendulum-v1"),
+    ("td3+c51", "Pendulum-v1"),
+    ("ddpg", "Pendulum-v1"),
+    ("sac+cross_q", "Pendulum-v1"),
+    ("sac+gru", "Pendulum-v1"),
+    ("bc", "CartPole-v1"),
+    ("bc", "Pendulum-v1"),
+    ("cql", "Pendulum-v1"),
+    ("iql", "Pendulum-v1"),
+    ("iql", "CartPole-v1"),
+    ("ppo+linen", "CartPole-v1"),
+    ("dqn+equinox", "CartPole-v1"),
+    ("sac+nnx", "Pendulum-v1"),
+    ("ippo", TEAM),
+    ("mappo", TEAM),
+    ("mappo+gru", TEAM),
+    ("qmix", TEAM),
+    ("vdn", TEAM),
+    ("maddpg", TEAM),
+    ("self_play", "pgx:tic_tac_toe"),
+    ("alphazero", "pgx:tic_tac_toe"),
     ("a2c+privileged", "tests.support.privileged:cartpole"),
-]  # fmt: skip
+]
 CASES = [slow_unless(case in FAST, *case) for case in (*FAST, *SLOW)]
 OFTEN = [("ppo+normal", "Pendulum-v1", True), ("r2d2", "CartPole-v1", False)]
-PROGRAMS = [
-    slow_unless((*case, sample) in OFTEN, *case, sample)
-    for case in (*FAST, *SLOW) for sample in (False, True)
-]  # fmt: skip
+PROGRAMS = [slow_unless((*case, sample) in OFTEN, *case, sample) for case in (*FAST, *SLOW) for sample in (False, True)]
 
 
 def policy(name, env):
@@ -91,7 +123,7 @@ def two_calls(call, inputs, obs, **given):
 def parsed(about):
     """Names of inputs to dtypes and shapes, as a file tells them; `B` stays."""
     split = {name: text[:-1].partition("[")[::2] for name, text in about["inputs"].items()}
-    number = lambda n: int(n) if n.isdigit() else n  # noqa: E731
+    number = lambda n: int(n) if n.isdigit() else n
     return {name: (dtype, [number(n) for n in shape.split(", ") if n]) for name, (dtype, shape) in split.items()}
 
 
@@ -134,7 +166,7 @@ def test_a_model_acts_as_the_agent(name, env, tmp_path):
     session = runtime.InferenceSession(write(exported, file, {}, ROWS if name in COUNTING or env == LOCK else None))
     about = json.loads(session.get_modelmeta().description)
     outputs, named = list(about["outputs"]), {x.name for x in session.get_inputs()}
-    call = lambda arrays: session.run(outputs, {k: np.asarray(x) for k, x in arrays.items() if k in named})  # noqa: E731
+    call = lambda arrays: session.run(outputs, {k: np.asarray(x) for k, x in arrays.items() if k in named})
     actions = two_calls(lambda arrays: dict(zip(outputs, call(arrays), strict=True)), parsed(about), obs)
     for got, want in zip(actions, expected, strict=True):
         assert got.dtype == want.dtype
@@ -177,10 +209,18 @@ def test_a_file_of_a_run_acts_in_a_process_that_has_jax_alone(trained, run_folde
     about, actions = json.loads(ended.stdout)
     assert actions == trained.act(obs).tolist()
     assert about == {
-        "algorithm": "ppo", "env": "CartPole-v1:max_steps_in_episode=30", "env_params": None,
-        "versions": trained.description["versions"], "run": str(run_folder), "member": 0, "seed": 3, "steps": 6 * 64,
-        "sample": False, "inputs": {"obs": "float32[B, 4]"}, "outputs": {"action": "int32[B]"},
-    }  # fmt: skip
+        "algorithm": "ppo",
+        "env": "CartPole-v1:max_steps_in_episode=30",
+        "env_params": None,
+        "versions": trained.description["versions"],
+        "run": str(run_folder),
+        "member": 0,
+        "seed": 3,
+        "steps": 6 * 64,
+        "sample": False,
+        "inputs": {"obs": "float32[B, 4]"},
+        "outputs": {"action": "int32[B]"},
+    }
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path):

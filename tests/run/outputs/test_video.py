@@ -165,15 +165,22 @@ def test_what_cannot_be_shown_is_said():
     ("name", "env", "size"),
     [
         ("ppo", "CartPole-v1", (400, 600)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("ppo", "Breakout-MinAtar", (400, 480)), ("ppo", "Catch-bsuite", (400, 480)),
-            ("dqn", "FourRooms-misc", (400, 480)), ("ppo", "Acrobot-v1", (500, 500)),
-            ("ppo", "xminigrid:MiniGrid-DoorKey-5x5", (160, 160)), ("ppo", "jumanji:Snake-v1", (480, 480)),
-            ("ppo", "craftax:Craftax-Classic-Symbolic-v1", (144, 144)), ("ippo", "jaxmarl:MPE_simple_spread_v3", (480, 480)),
-            ("ppo", "navix:Navix-DoorKey-5x5-v0", (40, 40)),
-        )),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("ppo", "Breakout-MinAtar", (400, 480)),
+                ("ppo", "Catch-bsuite", (400, 480)),
+                ("dqn", "FourRooms-misc", (400, 480)),
+                ("ppo", "Acrobot-v1", (500, 500)),
+                ("ppo", "xminigrid:MiniGrid-DoorKey-5x5", (160, 160)),
+                ("ppo", "jumanji:Snake-v1", (480, 480)),
+                ("ppo", "craftax:Craftax-Classic-Symbolic-v1", (144, 144)),
+                ("ippo", "jaxmarl:MPE_simple_spread_v3", (480, 480)),
+                ("ppo", "navix:Navix-DoorKey-5x5-v0", (40, 40)),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_suites_draw_themselves(name, env, size):
     if env.startswith("navix:"):
         pytest.importorskip("navix", reason="NAVIX needs Python 3.12")
@@ -229,9 +236,17 @@ def test_a_run_is_shown_and_films_itself(tmp_path, capsys):
         films.before(SimpleNamespace(path=None))  # type: ignore[arg-type]
     out = tmp_path / "run"
     msrl.train(
-        "ppo", "Catch-bsuite", total_steps=640, out=out, callbacks=[films], seeds=2, eval_episodes=0, progress=False,
-        policy="GPUOnly:num_devices=1", **options,
-    )  # fmt: skip
+        "ppo",
+        "Catch-bsuite",
+        total_steps=640,
+        out=out,
+        callbacks=[films],
+        seeds=2,
+        eval_episodes=0,
+        progress=False,
+        policy="GPUOnly:num_devices=1",
+        **options,
+    )
     assert sorted(int(p.stem) for p in (out / "videos").glob("*.gif")) == [256, 512, 640]
     films = msrl.run.Filming(512, max_steps=5)
     msrl.train(resume=out, total_steps=1024, callbacks=[films], progress=False)
