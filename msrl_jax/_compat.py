@@ -56,7 +56,7 @@ _LABELS = frozenset(("name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "
 
 
 def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call equation that may be inlined, or None if `eqn` is not such a call."""
+    """Returns the body of a call equation that may be inlined, or None if `eqn` is not such a call."""
     name = _CALLS.get(eqn.primitive)
     return None if name is None else _closed(eqn.params[name])
 
@@ -67,7 +67,7 @@ def call_labels(eqn: JaxprEqn) -> frozenset[str]:
 
 
 def lowering_rule(fn: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
-    """A rule that compiles a primitive as the operations of a function of arrays, which returns several."""
+    """Returns a rule that compiles a primitive as the operations of a function of arrays, which returns several."""
     return mlir.lower_fun(fn, multiple_results=True)
 
 
@@ -77,7 +77,7 @@ def lower_as(traced: jax.stages.Traced, rules: tuple[tuple[Primitive, Callable[.
 
 
 def context(eqn: JaxprEqn) -> Hashable:
-    """The JAX settings under which an equation was traced, such as the mesh."""
+    """Returns the JAX settings under which an equation was traced, such as the mesh."""
     return eqn.ctx
 
 
@@ -101,7 +101,7 @@ class Scan(NamedTuple):
 
 
 def scan_parts(eqn: JaxprEqn) -> Scan:
-    """The parts of a scan equation, which JAX 0.11 spells differently from 0.10."""
+    """Returns the parts of a scan equation, which JAX 0.11 spells differently from 0.10."""
     p = eqn.params
     if "num_consts" in p:
         num_consts, num_carry = p["num_consts"], p["num_carry"]
@@ -111,7 +111,7 @@ def scan_parts(eqn: JaxprEqn) -> Scan:
 
 
 def source_line(eqn: JaxprEqn) -> str | None:
-    """The line of Python that made an equation, outside of JAX and its libraries: `FILE:LINE (function)`."""
+    """Returns the line of Python that made an equation, outside of JAX and its libraries: `FILE:LINE (function)`."""
     # JAX has no public name for an equation's traceback; without one the line is unknown.
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     for frame in getattr(traceback, "frames", ()):
@@ -128,7 +128,7 @@ def aval(atom: Atom) -> ShapedArray:
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs that an equation holds (loop bodies, branches, call bodies)."""
+    """Yields the jaxprs that an equation holds (loop bodies, branches, call bodies)."""
     for sub in core.jaxprs_in_params(eqn.params):
         yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
 
@@ -155,7 +155,7 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
-    """A program with other equations, without the effects that only former ones had; `closed` itself if none changes.
+    """Returns a program with other equations, without the effects that only former ones had; `closed` itself if none changes.
 
     `rule(eqn, of)` returns the equations that replace `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
     """
@@ -192,7 +192,9 @@ def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
 
 
 def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of all that it holds at any depth, once for functions under `jax.jit` called twice."""
+    """Yields the equations of a jaxpr and of all that it holds at any depth, once for functions under `jax.jit` called
+    twice.
+    """
     seen: set[int] = set()
     stack = [jaxpr]
     while stack:
@@ -204,7 +206,7 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def fresh(var: Var) -> Var:
-    """A new variable of the same type."""
+    """Returns a new variable of the same type."""
     return Var(var.aval)
 
 
@@ -230,7 +232,7 @@ def is_traced_here(x: Any) -> bool:
 
 
 def make_jaxpr_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str) -> ClosedJaxpr:
-    """A closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
+    """Returns a closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
     effects = frozenset().union(*[e.effects for e in eqns]) if eqns else frozenset()
     info = DebugInfo("msrl_jax", name, ("",) * len(inputs), ("",) * len(outputs))
     return ClosedJaxpr(Jaxpr((), list(inputs), list(outputs), list(eqns), effects, debug_info=info), ())

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @functools.cache
 def rooms() -> Mapping[str, Path]:
-    """The table of each room, by the name of its folder."""
+    """Returns the table of each room, by the name of its folder."""
     return {file.parent.name: file for file in sorted(Path(__file__).parent.glob("*/room.toml"))}
 
 

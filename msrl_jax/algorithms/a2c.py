@@ -164,7 +164,9 @@ class A2C:
 def advantage_loss(
     config: Any, network: ActorCritic, params: Any, t: Trajectory, bootstrap_value: jax.Array, carry: Carry
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`."""
+    """Returns the loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E,
+    ...]`.
+    """
     policy, value, _ = network.unroll(params, t.obs, t.is_first, carry)
     advantage, _, target, _ = advantages_and_targets(config, t, jax.lax.stop_gradient(value), bootstrap_value)
     if config.normalize_advantage != "none":

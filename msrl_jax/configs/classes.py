@@ -23,7 +23,7 @@ def fields_of(value: Any, *, whole: bool = False) -> dict[str, Any]:
 
 
 def short_repr(self: Any) -> str:
-    """The repr of a frozen dataclass, without fields that have their default values."""
+    """Returns the repr of a frozen dataclass, without fields that have their default values."""
     return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in fields_of(self).items())})"
 
 

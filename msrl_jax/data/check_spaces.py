@@ -130,7 +130,7 @@ def check_actions(env: Environment) -> None:
 
 
 def _spaces_of(space: Space, name: str) -> dict[str, Space]:
-    """The spaces of the parts of a value by path, as in `named`."""
+    """Returns the spaces of the parts of a value by path, as in `named`."""
 
     def by_part(space: Space) -> Any:
         if are_privileged(space):
@@ -152,7 +152,7 @@ def check_recordable(env: Environment) -> None:
 
 
 def bytes_per_step(env: Environment) -> int:
-    """The number of bytes per step of an environment in a data set; raises as `check_recordable` does."""
+    """Returns the number of bytes per step of an environment in a data set; raises as `check_recordable` does."""
     check_recordable(env)
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def bytes_per_step(env: Environment) -> int:
 
 
 def agents_of(env: Any) -> dict[str, list[str]]:
-    """The names of the agents for `Dataset.about`; empty if there is one agent."""
+    """Returns the names of the agents for `Dataset.about`; empty if there is one agent."""
     return {"agents": list(env.agents)} if has_agents(env) else {}
 
 

@@ -189,7 +189,7 @@ class Dataset:
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
     def _returns(self) -> tuple[np.ndarray, int]:
-        """The returns of the complete episodes, summed over the agents, and the number of incomplete ones."""
+        """Computes the returns of the complete episodes, summed over the agents, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
         return (returns.sum(-1) if self.has_agents else returns)[~cut], int(cut.sum())
@@ -207,7 +207,7 @@ class Dataset:
         return counts | {"mean_return": mean} | dict(self.about)
 
     def fingerprint(self) -> str:
-        """The SHA-256 hash of all fields with their dtypes and shapes, in hexadecimal."""
+        """Returns the SHA-256 hash of all fields with their dtypes and shapes, in hexadecimal."""
         digest = hashlib.sha256()
         for name, x in (self.columns | {"cut": self.cut}).items():
             x = np.ascontiguousarray(x)
@@ -252,7 +252,9 @@ class Dataset:
 
 
 def named(value: Any, name: str) -> dict[str, Any]:
-    """The parts of nested dicts and tuples by path, starting with `name`; ValueError if there are none or a key is invalid."""
+    """Returns the parts of nested dicts and tuples by path, starting with `name`; ValueError if there are none or a key is
+    invalid.
+    """
     if isinstance(value, PrivilegedObservation):
         value = value._asdict()
     if not isinstance(value, Mapping | tuple):
@@ -284,12 +286,12 @@ def nested(arrays: Mapping[str, Any], name: str) -> Any:
 
 
 def top_fields(paths: Iterable[str]) -> dict[str, None]:
-    """The fields that paths start with, in order of appearance."""
+    """Returns the fields that paths start with, in order of appearance."""
     return dict.fromkeys(path.partition("/")[0] if path.startswith(tuple(f"{f}/" for f in NESTED)) else path for path in paths)
 
 
 def columns(rows: Any) -> dict[str, Any]:
-    """The arrays of `Transition`s by the names of `Dataset.columns`."""
+    """Returns the arrays of `Transition`s by the names of `Dataset.columns`."""
     found: dict[str, Any] = {}
     masks: dict[str, Any] = {}
     for name in FIELDS:

@@ -33,7 +33,7 @@ from msrl_jax.replay import Transition
 
 
 def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition:
-    """The data set row `[E, ...]` of a step: the observations before it, and actions in the dtype of their space."""
+    """Returns the data set row `[E, ...]` of a step: the observations before it, and actions in the dtype of their space."""
     return Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
 
 

@@ -146,7 +146,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyEr
 
 
 def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The arrays of a data set in a file, and the names of everything in the file."""
+    """Returns the arrays of a data set in a file, and the names of everything in the file."""
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
         return {name: file[name] for name in file.files if top_fields([name]).keys() <= ours}, file.files
@@ -326,7 +326,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
 
 
 def _steps(episode: Any, where: str) -> Mapping[str, Any]:
-    """The arrays of an episode; in RLDS, they are under `steps`, which may be a list of single steps."""
+    """Returns the arrays of an episode; in RLDS, they are under `steps`, which may be a list of single steps."""
     if not isinstance(episode, Mapping):
         raise ValueError(f"{where} is {shown(episode)}; pass a list of episodes, each a dict of arrays")
     steps = episode.get("steps", episode)

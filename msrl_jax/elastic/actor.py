@@ -187,7 +187,7 @@ def _is_file(address: str) -> bool:
 
 
 def _where(address: str) -> tuple[str, int]:
-    """The learner's address; raises WireError if the file with it does not exist yet or is incomplete."""
+    """Returns the learner's address; raises WireError if the file with it does not exist yet or is incomplete."""
     if not _is_file(address):
         return wire.address_of(address, "address")
     try:

@@ -77,7 +77,9 @@ class Unroll(NamedTuple):
 
 
 def check_policy(policy: Any) -> SingleLearnerCoarse:
-    """The policy of a run with actors; raises ValueError if it is another one, or has options that such runs do not support."""
+    """Returns the policy of a run with actors; raises ValueError if it is another one, or has options that such runs do not
+    support.
+    """
     fields = ("actors", "buffers", "env_platform", "trajectory_codec")
     if isinstance(policy, SingleLearnerCoarse) and policy.learners == 1 and not any(getattr(policy, f) for f in fields):
         return policy
@@ -177,7 +179,7 @@ class ActorPool:
         self._since = time.perf_counter()
 
     def take(self) -> Unroll | None:
-        """The next unroll to learn from; None if none arrives within a second."""
+        """Returns the next unroll to learn from; None if none arrives within a second."""
         unroll, self._held = self._held or self._take(_QUIET), None
         return unroll
 
@@ -326,7 +328,7 @@ class ActorPool:
 
 
 def _count(x: Any) -> int:
-    """A count from a message; raises ValueError if it is not one."""
+    """Returns a count from a message; raises ValueError if it is not one."""
     if type(x) is not int or x < 0:
         raise ValueError(f"{x!r} is not a count")
     return x

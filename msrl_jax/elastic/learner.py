@@ -34,7 +34,7 @@ class RemoteActors:
             raise ValueError(f"{given} needs the environments, which run in the actors; remove it, or actors_at")
 
     def default_policy(self, experiment: Experiment) -> str:
-        """The default policy of a run: unrolls are used up to an age of 8 iterations."""
+        """Returns the default policy of a run: unrolls are used up to an age of 8 iterations."""
         return "SingleLearnerCoarse:staleness=8"
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class LearnerProgram:
         return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), self._program.sharding), state)
 
     def unwrap(self, state: Any) -> Any:
-        """The state."""
+        """Returns the state."""
         return state
 
     def run(self, state: Any, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ class Packing:
 
     @classmethod
     def of(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
-        """The packing of a codec name; raises ValueError if the codec is not for parameters."""
+        """Returns the packing of a codec name; raises ValueError if the codec is not for parameters."""
         known = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
         if known is not None and not (isinstance(known, Codec) and known.encode is BFLOAT16.encode):
             raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes support 'bfloat16', 'delta' or none")
@@ -54,12 +54,12 @@ class Packing:
         return [x.astype(kind.dtype) for x, kind in zip(arrays, self.kinds, strict=True)]
 
     def words(self, packed: Sequence[np.ndarray]) -> np.ndarray:
-        """The packed numbers, concatenated. `[N]` uint16"""
+        """Returns the packed numbers, concatenated. `[N]` uint16"""
         parts = [x.reshape(-1).view(np.uint16) for x, packs in zip(packed, self.packs, strict=True) if packs]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
     def others(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays that are not packed."""
+        """Returns the arrays that are not packed."""
         return [x for x, packs in zip(arrays, self.packs, strict=True) if not packs]
 
 
@@ -72,7 +72,7 @@ class ActorSender:
     exchanges: int = field(default=0)
 
     def message(self, packed: Sequence[np.ndarray]) -> tuple[int | None, list[np.ndarray]]:
-        """The number of changed words and the arrays to send; the number is None if everything is sent."""
+        """Returns the number of changed words and the arrays to send; the number is None if everything is sent."""
         changes = None if self.packing.codec is None else self.packing.codec.changes
         if changes is None:
             return None, list(packed)

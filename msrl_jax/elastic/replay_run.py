@@ -120,5 +120,5 @@ class _Replay:
 
 
 def _acting(line: dict[str, Any]) -> tuple[int, int]:
-    """The learner and the version of the parameters that were used for acting."""
+    """Returns the learner and the version of the parameters that were used for acting."""
     return line["life"], line["version"]

@@ -61,7 +61,7 @@ class Halves:
         return tuple(self.schedule.inputs[i][0].aval for i in self.published)
 
     def act(self, private: Sequence[Any], published: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The actors' half: returns their next leaves and the arrays to send."""
+        """Returns the actors' half: returns their next leaves and the arrays to send."""
         known = self._constants()
         for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
             known.update(dict.fromkeys(self.schedule.inputs[position], x))
@@ -69,7 +69,7 @@ class Halves:
         return [known[self.schedule.outputs[i][0]] for i in self.private], [known[v] for v in self.sent]
 
     def learn(self, leaves: Sequence[Any], sent: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The learner's half: returns all leaves of the next state, with those of actors unchanged, and the metrics."""
+        """Returns the learner's half: returns all leaves of the next state, with those of actors unchanged, and the metrics."""
         known = self._constants() | dict(zip(self.sent, sent, strict=True))
         for copies, x in zip(self.schedule.inputs, leaves, strict=True):
             known.update(dict.fromkeys(copies, x))
@@ -126,7 +126,7 @@ def _acts(placement: Placement) -> bool:
 
 
 def _learned(copies: Sequence[Value]) -> Value:
-    """The learner's copy."""
+    """Returns the learner's copy."""
     return next(v for v in copies if not _acts(v.placement))
 
 

@@ -50,7 +50,9 @@ class SplitProgram:
         return lower_jitted(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
 
     def initial_leaves(self, ticket: int) -> list[jax.Array]:
-        """The initial leaves of an actor: those of the run itself for ticket 0, from a separate key for other tickets."""
+        """Returns the initial leaves of an actor: those of the run itself for ticket 0, from a separate key for other
+        tickets.
+        """
         # `split` derives keys like `fold_in`, from small numbers.
         key = self.experiment.key if ticket == 0 else jax.random.fold_in(self.experiment.key, np.uint32(2**32 - ticket))
         leaves = jax.tree.leaves(jax.jit(self.experiment.agent.init, out_shardings=self.sharding)(key))

@@ -20,7 +20,7 @@ _FORMER = "MSRL_JAX_SECRET"
 
 
 def key_file() -> Path:
-    """The file with the key: the one in `MSRL_JAX_ACTORS_KEY`, or `msrl-jax/actors.pem` in the user's config folder."""
+    """Returns the file with the key: the one in `MSRL_JAX_ACTORS_KEY`, or `msrl-jax/actors.pem` in the user's config folder."""
     if given := os.environ.get(KEY_VARIABLE):
         return Path(given).expanduser().absolute()
     settings = os.environ.get("XDG_CONFIG_HOME", "")
@@ -28,7 +28,7 @@ def key_file() -> Path:
 
 
 def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The TLS contexts of a learner and of an actor.
+    """Returns the TLS contexts of a learner and of an actor.
 
     Args:
       said: for a learner, creates a missing key and is called with a message that says where; None for an actor.

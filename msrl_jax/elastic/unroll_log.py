@@ -157,7 +157,7 @@ class UnrollLog:
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """The lines of a log; none without a file."""
+    """Returns the lines of a log; none without a file."""
     return list(each_line(file))
 
 

@@ -142,12 +142,12 @@ def _header(text: bytes | memoryview) -> dict[str, Any]:
 
 
 def size_of(kinds: Sequence[Any]) -> int:
-    """The number of bytes of arrays with these shapes and dtypes."""
+    """Returns the number of bytes of arrays with these shapes and dtypes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in kinds)
 
 
 def arrays_of(payload: memoryview, kinds: Sequence[Any]) -> list[np.ndarray]:
-    """The arrays of a message; raises WireError unless they have these shapes and dtypes."""
+    """Returns the arrays of a message; raises WireError unless they have these shapes and dtypes."""
     if len(payload) != size_of(kinds):
         raise WireError(f"a message has {len(payload)} bytes of arrays instead of {size_of(kinds)}")
     found, start = [], 0

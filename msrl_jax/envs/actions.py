@@ -39,7 +39,7 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 
 
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
-    """The inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
+    """Returns the inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
 
     They are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; or integers that count from 0, int32,
     `[N]` for a `Discrete` space and `[N, K]` for a `Box` of integers.

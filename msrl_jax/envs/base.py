@@ -223,7 +223,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def statistics(self, state: PyTree) -> PyTree:
-        """The running statistics in the state; `()` if there are none."""
+        """Returns the running statistics in the state; `()` if there are none."""
         ...
 
     def with_statistics(self, state: PyTree, statistics: PyTree) -> PyTree:
@@ -289,7 +289,7 @@ class WithoutStatistics:
 
 
 def env_name(env: Environment | VectorEnvironment) -> str:
-    """The name of an environment for messages."""
+    """Returns the name of an environment for messages."""
     return str(getattr(env, "name", type(env).__name__))
 
 
@@ -335,7 +335,7 @@ def keys_of_step(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def output_shapes(function: Callable[[jax.Array], PyTree]) -> PyTree:
-    """The shapes and dtypes that a function of a typed key returns, without running it."""
+    """Returns the shapes and dtypes that a function of a typed key returns, without running it."""
     return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
 
 

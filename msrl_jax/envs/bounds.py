@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 
 def real_dtype(space: str, given: Any) -> np.dtype[Any]:
-    """A dtype of bools or real numbers; raises ValueError otherwise, also for a value, whose dtype NumPy would use."""
+    """Returns a dtype of bools or real numbers; raises ValueError otherwise, also for a value, whose dtype NumPy would use."""
     if isinstance(given, str | type | np.dtype):
         with contextlib.suppress(TypeError):
             dtype = np.dtype(given)
@@ -20,14 +20,14 @@ def real_dtype(space: str, given: Any) -> np.dtype[Any]:
 
 
 def integer_dtype(space: str, given: Any, remedy: str) -> np.dtype[Any]:
-    """An integer dtype; raises ValueError otherwise, with a hint about what may have been meant."""
+    """Returns an integer dtype; raises ValueError otherwise, with a hint about what may have been meant."""
     if not isinstance(given, str | type | np.dtype) or not jnp.issubdtype(dtype := real_dtype(space, given), jnp.integer):
         raise ValueError(f"{space}: dtype={given!r} is not an integer dtype; use int32{remedy}")
     return dtype
 
 
 def bound_of(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """A bound in the dtype of its space; raises ValueError if it is nan, or not a value of an integer or bool dtype."""
+    """Returns a bound in the dtype of its space; raises ValueError if it is nan, or not a value of an integer or bool dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isnan(given).any():
             raise ValueError(f"Box: {name} is nan; use a number, or an infinite one for no bound")
@@ -59,7 +59,7 @@ def uniform_integers(key: jax.Array, shape: tuple[int, ...], low: np.ndarray, hi
 
 
 def brief(bound: np.ndarray) -> str:
-    """A bound as text: one number if all elements are equal."""
+    """Returns a bound as text: one number if all elements are equal."""
     if bound.size and np.all(bound == bound.flat[0]):
         return str(bound.flat[0])
     return np.array2string(bound.ravel(), threshold=6, edgeitems=2, max_line_width=1000)

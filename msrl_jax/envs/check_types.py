@@ -158,7 +158,9 @@ def check_space(space: Any, where: str) -> None:
 
 
 def line_of_user(error: BaseException) -> str | None:
-    """The line of the environment's code that raised an error, `FILE:LINE (function), SOURCE`; None if there is none."""
+    """Returns the line of the environment's code that raised an error, `FILE:LINE (function), SOURCE`; None if there is
+    none.
+    """
     installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
     if not frames or frames[-1].filename.startswith(ours):
@@ -167,7 +169,7 @@ def line_of_user(error: BaseException) -> str | None:
 
 
 def in_short(error: BaseException) -> str:
-    """The first sentence of an error, with a remedy if it is that a traced value was used as a concrete one."""
+    """Returns the first sentence of an error, with a remedy if it is that a traced value was used as a concrete one."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
     if not isinstance(error, _NEEDS_VALUES):
         return text
@@ -178,7 +180,9 @@ def in_short(error: BaseException) -> str:
 
 
 def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> tuple:
-    """The traced result of an environment's method; raises TypeError if it needs concrete values or returns a non-array."""
+    """Returns the traced result of an environment's method; raises TypeError if it needs concrete values or returns a
+    non-array.
+    """
     arguments = "key" if len(given) == 1 else "key, state, action"
     try:
         inspect.signature(method).bind(*given)
@@ -197,7 +201,7 @@ def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> 
 
 
 def returned(result: Any, where: str, parts: str) -> tuple:
-    """A result as a tuple; raises TypeError unless it has the parts that `parts` names, separated by ", "."""
+    """Returns a result as a tuple; raises TypeError unless it has the parts that `parts` names, separated by ", "."""
     wanted = len(parts.split(", "))
     if not isinstance(result, tuple) or len(result) != wanted:
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
@@ -227,5 +231,5 @@ def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
 
 
 def show(x: Any) -> str:
-    """The dtype and shape of an array, such as `float32[4]`; the type of anything else."""
+    """Returns the dtype and shape of an array, such as `float32[4]`; the type of anything else."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"

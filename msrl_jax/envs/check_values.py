@@ -101,7 +101,7 @@ def _act(venv: Any, key: jax.Array, obs: PyTree) -> PyTree:
 
 
 def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]]:
-    """The first observations, and the results of each step `[T, E, ...]`; `alone` steps the first copy without vmap."""
+    """Returns the first observations, and the results of each step `[T, E, ...]`; `alone` steps the first copy without vmap."""
     reset_key, key = jax.random.split(key)
     plain = isinstance(venv, Vectorized)
 
@@ -197,7 +197,7 @@ def _is_close(x: Any, y: Any) -> bool:
 
 
 def _differing(one: PyTree, other: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
-    """The paths of the leaves in which two trees with the same structure differ."""
+    """Returns the paths of the leaves in which two trees with the same structure differ."""
     leaves = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True)
     return [path for (path, x), y in leaves if not is_same(x, y)]
 
@@ -221,7 +221,7 @@ def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
 
 
 def _label(path: Any) -> str:
-    """The name of a leaf of the result of `_play`."""
+    """Returns the name of a leaf of the result of `_play`."""
     keys = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
     return "first observation" if keys[0] == "0" else "step" if keys[1] == "alone" else keys[1]
 

@@ -31,12 +31,14 @@ class EpisodeMetrics(NamedTuple):
 
 
 def metrics_of(env: Any) -> Mapping[str, Reduction]:
-    """The metrics that an environment, or a vector environment, declares; empty if there are none."""
+    """Returns the metrics that an environment, or a vector environment, declares; empty if there are none."""
     return getattr(env, "metrics", None) or {}
 
 
 def read_declared(name: str, metrics: Mapping[str, Reduction] | str | None) -> Mapping[str, Reduction]:
-    """The metrics that a user declares for the environment `name`, possibly as text, `"x_velocity=mean,reward_ctrl=sum"`."""
+    """Returns the metrics that a user declares for the environment `name`, possibly as text,
+    `"x_velocity=mean,reward_ctrl=sum"`.
+    """
     if isinstance(metrics, str):
         wrong = f"cannot read metrics={metrics!r} of {name}; write 'x_velocity=mean,reward_ctrl=sum'"
         metrics = read_values(metrics, wrong=wrong)
@@ -60,7 +62,7 @@ def check_declared(name: str, metrics: Any) -> None:
 
 
 def reported(env: Any, state: PyTree) -> jax.Array | None:
-    """The metrics of one state `[K]` float32; None if the environment has none."""
+    """Returns the metrics of one state `[K]` float32; None if the environment has none."""
     if not (declared := metrics_of(env)):
         return None
     report = env.report(state)
@@ -68,14 +70,16 @@ def reported(env: Any, state: PyTree) -> jax.Array | None:
 
 
 def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
-    """The state before the first step; `()` without metrics."""
+    """Returns the state before the first step; `()` without metrics."""
     if not (count := len(metrics_of(env))):
         return ()
     return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))
 
 
 def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
-    """The state after a step with `metrics` `[E, K]`; steps are counted where `counts` `[E]` bool is True, or everywhere."""
+    """Returns the state after a step with `metrics` `[E, K]`; steps are counted where `counts` `[E]` bool is True, or
+    everywhere.
+    """
     if not before:
         return before
     assert metrics is not None
@@ -88,7 +92,7 @@ def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | No
 
 
 def so_far(env: Any, episodes: EpisodeMetrics) -> jax.Array:
-    """The metrics of the current episodes. `[E, K]`"""
+    """Returns the metrics of the current episodes. `[E, K]`"""
     is_mean = np.array([kind == "mean" for kind in metrics_of(env).values()])
     return jnp.where(is_mean, episodes.values / jnp.maximum(episodes.steps, 1)[:, None], episodes.values)
 

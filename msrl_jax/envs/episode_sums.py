@@ -27,13 +27,13 @@ class EpisodeSums(NamedTuple):
 
 
 def begin(env: Any, num_envs: int, *agents: int) -> EpisodeSums:
-    """The sums before the first step; `agents` is the number of agents, if rewards are per agent."""
+    """Returns the sums before the first step; `agents` is the number of agents, if rewards are per agent."""
     per_reward, per_env = jnp.zeros((num_envs, *agents), jnp.float32), jnp.zeros(num_envs, jnp.float32)
     return EpisodeSums(per_reward, per_env, per_reward, per_env, per_env, episode_metrics.begin(env, num_envs))
 
 
 def add(env: Any, sums: EpisodeSums, t: TimeStep | MultiAgentTimeStep, answered: jax.Array | None = None) -> EpisodeSums:
-    """The sums after a step, which counts where the environment `answered` `[E]` bool; None for all.
+    """Returns the sums after a step, which counts where the environment `answered` `[E]` bool; None for all.
 
     An episode that is lost, i.e. truncated without an answer, does not count.
     """

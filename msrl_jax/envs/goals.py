@@ -27,7 +27,7 @@ class GoalEnvironment(Environment, Protocol):
     """
 
     def goal_reward(self, achieved: PyTree, desired: PyTree) -> tuple[jax.Array, jax.Array]:
-        """The reward of a step that reaches `achieved` when `desired` is the goal; `step` must return the same.
+        """Returns the reward of a step that reaches `achieved` when `desired` is the goal; `step` must return the same.
 
         Args:
           achieved: the `achieved_goal` of the observation after the step.
@@ -49,7 +49,7 @@ class Goals(NamedTuple):
 
 
 def goals_of(env: Environment) -> Goals:
-    """The goals of a goal-conditioned environment, which may be wrapped.
+    """Returns the goals of a goal-conditioned environment, which may be wrapped.
 
     Args:
       env: the environment, a `GoalEnvironment`.

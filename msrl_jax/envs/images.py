@@ -74,7 +74,7 @@ class AsImage(ObservationWrapper):
         return spaces.Box(low, high, low.shape, low.dtype)
 
     def observe(self, obs: PyTree) -> jax.Array:
-        """The image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
+        """Returns the image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
         parts = spaces.arrays_of(self.env.observation_space, obs)
         return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp)
 

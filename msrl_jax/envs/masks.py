@@ -40,7 +40,7 @@ def observation_type(env: Any) -> PyTree:
 
 
 def with_masks(env: Environment) -> Environment:
-    """The environment with `MaskedObservation`s if it declares its legal actions, otherwise the environment itself.
+    """Returns the environment with `MaskedObservation`s if it declares its legal actions, otherwise the environment itself.
 
     Every observation needs a legal action, except after a step that terminated the episode. If an observation has none, or if
     an illegal action is taken, the reward of that step is nan, so that the run stops.
@@ -87,13 +87,13 @@ def fault(meaning: str) -> Callable[[F], F]:
 
 @fault("returned an observation without a legal action")
 def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
-    """The reward, or nan if an observation without a legal action is found."""
+    """Returns the reward, or nan if an observation without a legal action is found."""
     return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # adding -0.0 changes nothing
 
 
 @fault("was given an illegal action")
 def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
-    """The reward, or nan if an illegal action was taken."""
+    """Returns the reward, or nan if an illegal action was taken."""
     return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
 
 
@@ -108,12 +108,12 @@ def check_returns_not_nan(env: Any, reward: np.ndarray) -> None:
 
 
 def unmasked(obs: Any) -> Any:
-    """The observations without their masks."""
+    """Returns the observations without their masks."""
     return obs.obs if isinstance(obs, MaskedObservation) else obs
 
 
 def mask_of(obs: Any) -> jax.Array | None:
-    """The legal actions of observations, `[..., n]` bool; None if the observations have no masks."""
+    """Returns the legal actions of observations, `[..., n]` bool; None if the observations have no masks."""
     return obs.action_mask if isinstance(obs, MaskedObservation) else None
 
 

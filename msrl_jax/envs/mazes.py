@@ -140,11 +140,11 @@ class PointMaze:
         return jnp.where(reached, 0.0, -1.0), reached
 
     def report(self, state: MazeState) -> dict[str, jax.Array]:
-        """The metrics."""
+        """Returns the metrics."""
         return {"success": self.goal_reward(state.place, state.goal)[1]}
 
     def render(self, state: MazeState) -> np.ndarray:
-        """The maze from above: the point in blue, the goal in green, drawn smaller if need be. `[H, W, 3]` uint8"""
+        """Returns the maze from above: the point in blue, the goal in green, drawn smaller if need be. `[H, W, 3]` uint8"""
         image = np.where(self.walls[..., None], 70, 240).astype(np.uint8).repeat(3, -1)
         image = image.repeat(_SCALE, 0).repeat(_SCALE, 1)
         y, x = (np.indices(image.shape[:2]) + 0.5) / _SCALE

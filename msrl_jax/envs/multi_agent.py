@@ -114,11 +114,11 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         return AgentsState(key, env_state, absent, episode_sums.begin(self, *absent.shape), source), obs
 
     def states(self, state: AgentsState) -> PyTree:
-        """The states of the environments themselves. `[E, ...]`"""
+        """Returns the states of the environments themselves. `[E, ...]`"""
         return state.env_state
 
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
-        """The global states, given the observations that belong to the state. `[E, S]` float32."""
+        """Returns the global states, given the observations that belong to the state. `[E, S]` float32."""
         return jax.vmap(self._global_state)(state.env_state, unmasked(obs))
 
     def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, MultiAgentTimeStep]:
@@ -163,20 +163,22 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
     def _faults(
         self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
     ) -> jax.Array:
-        """The rewards of one environment, nan for agents without a legal action and those that took an illegal one."""
+        """Returns the rewards of one environment, nan for agents without a legal action and those that took an illegal one."""
         before, after = self.env.action_mask(before), self.env.action_mask(after)  # type: ignore[attr-defined]
         missing = (~absent & ~before.any(-1)) | ~(after.any(-1) | terminated | absent)
         legal = jnp.take_along_axis(before, action[:, None], axis=1)[:, 0]
         return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
 
     def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
-        """The observations of one environment, with masks if it has any; for absent agents, all actions count as legal."""
+        """Returns the observations of one environment, with masks if it has any; for absent agents, all actions count as
+        legal.
+        """
         if not has_masks(self.env):
             return obs
         return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
 
     def _global_state(self, env_state: PyTree, obs: PyTree) -> jax.Array:
-        """The global state of one environment. `[S]` float32."""
+        """Returns the global state of one environment. `[S]` float32."""
         if hasattr(self.env, "global_state"):
             return self.env.global_state(env_state).astype(jnp.float32)  # type: ignore[attr-defined]
         return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(obs)])

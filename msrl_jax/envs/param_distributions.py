@@ -45,22 +45,24 @@ class ParamRamp:
 
 
 def uniform(low: Any, high: Any) -> ParamDistribution:
-    """A uniform distribution from `low` to `high`; for an integer parameter, both bounds are included."""
+    """Returns a uniform distribution from `low` to `high`; for an integer parameter, both bounds are included."""
     return ParamDistribution("uniform", (low, high))
 
 
 def log_uniform(low: Any, high: Any) -> ParamDistribution:
-    """A distribution from `low` to `high`, above 0, whose logarithm is uniform."""
+    """Returns a distribution from `low` to `high`, above 0, whose logarithm is uniform."""
     return ParamDistribution("log_uniform", (low, high))
 
 
 def choice(options: Sequence[Any]) -> ParamDistribution:
-    """A uniform distribution over the options."""
+    """Returns a uniform distribution over the options."""
     return ParamDistribution("choice", tuple(options))
 
 
 def ramp(start: Any, end: Any, steps: int) -> ParamRamp:
-    """A number that changes linearly from `start` to `end` over the first `steps` environment steps, then stays constant."""
+    """Returns a number that changes linearly from `start` to `end` over the first `steps` environment steps, then stays
+    constant.
+    """
     return ParamRamp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
@@ -82,7 +84,7 @@ def _is_ramp(x: Any) -> bool:
 
 
 def ramps(tree: Any) -> list[ParamRamp]:
-    """The ramps in a pytree of values."""
+    """Returns the ramps in a pytree of values."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_ramp) if _is_ramp(x)]
 
 
@@ -120,7 +122,9 @@ def draw_param(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Co
 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
-    """A value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not fit."""
+    """Returns a value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not
+    fit.
+    """
     value = parse_param(what, value) if isinstance(value, str) else value
     if not isinstance(value, ParamDistribution):
         return _cast_number(what, value, value, like)
@@ -177,7 +181,7 @@ def _host_at(number: Any, step: int) -> np.ndarray:
 
 
 def text(value: Any) -> str:
-    """A value as text that `parse_param` reads."""
+    """Returns a value as text that `parse_param` reads."""
     if is_value(value):
         return str(value)
     if isinstance(value, str):

@@ -29,12 +29,14 @@ E = TypeVar("E")
 
 
 def source_of(env: Any) -> ParamSampler | tuple[()]:
-    """The parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are constants."""
+    """Returns the parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are
+    constants.
+    """
     return next((inner.source for inner in inside(env) if isinstance(inner, RandomizeParams)), ())
 
 
 def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
-    """The environment, or vector environment, with another parameter source; itself if `source` is `()`."""
+    """Returns the environment, or vector environment, with another parameter source; itself if `source` is `()`."""
     if not source:
         return env
     if not isinstance(env, RandomizeParams):
@@ -45,17 +47,17 @@ def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
 
 
 def sources(env: Any, num_envs: int) -> ParamSampler | tuple[()]:
-    """The parameter source repeated for each copy. `[E, ...]`"""
+    """Returns the parameter source repeated for each copy. `[E, ...]`"""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
 
 
 def advance_source(source: Any, num_envs: int) -> Any:
-    """The parameter sources of the copies after all of them took a step."""
+    """Returns the parameter sources of the copies after all of them took a step."""
     return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
 
 
 def means(env_state: PyTree) -> dict[str, Mean]:
-    """The mean over the copies of each scalar parameter, as `env_params/NAME`."""
+    """Returns the mean over the copies of each scalar parameter, as `env_params/NAME`."""
     is_leaf = lambda x: isinstance(x, RandomizedState)
     found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
     return {
@@ -67,7 +69,7 @@ def means(env_state: PyTree) -> dict[str, Mean]:
 
 
 def find_source(state: PyTree) -> ParamSampler | tuple[()]:
-    """The first parameter source in a state; `()` if there is none."""
+    """Returns the first parameter source in a state; `()` if there is none."""
     return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
 
 
@@ -81,7 +83,7 @@ def is_of_source(state: PyTree) -> list[bool]:
 
 
 def replace_sources(state: PyTree, replace: Callable[[ParamSampler], ParamSampler]) -> PyTree:
-    """The state with other parameter sources."""
+    """Returns the state with other parameter sources."""
     return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
 
 

@@ -104,7 +104,7 @@ class RandomizeParams(EnvironmentWrapper):
 
 
 def randomized(env: Environment, params: GivenParams | None) -> Environment:
-    """The environment with `params` as data; `env` itself if there are none."""
+    """Returns the environment with `params` as data; `env` itself if there are none."""
     return RandomizeParams(env, params) if params else env
 
 
@@ -133,7 +133,9 @@ def _has_params(env: Any) -> bool:
 
 
 def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters that can be data, of an environment or the one inside its wrappers; raises TypeError if it has none."""
+    """Returns the parameters that can be data, of an environment or the one inside its wrappers; raises TypeError if it has
+    none.
+    """
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
             known = inner.default_params.items()
@@ -145,7 +147,7 @@ def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def with_params(env: Any, params: Params) -> Any:
-    """The environment with other, possibly traced, values for some parameters."""
+    """Returns the environment with other, possibly traced, values for some parameters."""
     return env.with_params(params) if _has_params(env) else around(env, with_params(env.env, params))
 
 
@@ -186,7 +188,7 @@ def _checked(env: Any, params: Any) -> ParamSampler:
 
 
 def as_number(x: Any) -> np.ndarray:
-    """A number or an array of a level; raises ValueError for anything else."""
+    """Returns a number or an array of a level; raises ValueError for anything else."""
     x = np.asarray(x)
     if x.dtype.kind not in "biuf":
         raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
@@ -203,7 +205,7 @@ def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
 
 
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked shapes and dtypes that a function returns."""
+    """Returns the checked shapes and dtypes that a function returns."""
     taken = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:

@@ -36,7 +36,7 @@ def has_privileged(env: Any) -> bool:
 
 
 def with_privileged(env: Environment) -> Environment:
-    """The environment with `PrivilegedObservation`s if it has a privileged state, otherwise the environment itself.
+    """Returns the environment with `PrivilegedObservation`s if it has a privileged state, otherwise the environment itself.
 
     Raises:
       TypeError: if the privileged state is not an array of numbers, or dicts and tuples of them, or if the environment creates
@@ -116,7 +116,7 @@ def with_privileged_of(obs: Any, features: PyTree) -> Any:
 
 
 def statistics_of(obs: Any, statistics: RunningStatistics) -> RunningStatistics:
-    """The statistics of the actor's part if `obs` has only that and the statistics are of `PrivilegedObservation`s."""
+    """Returns the statistics of the actor's part if `obs` has only that and the statistics are of `PrivilegedObservation`s."""
     mean, var = statistics.mean, statistics.var
     if not isinstance(mean, PrivilegedObservation) or isinstance(obs, PrivilegedObservation):
         return statistics

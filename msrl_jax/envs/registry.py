@@ -90,7 +90,7 @@ def is_custom(name: str) -> bool:
 
 
 def _keys(value: Any) -> Iterator[Any]:
-    """The keys of dicts in a value, at any depth."""
+    """Yields the keys of dicts in a value, at any depth."""
     if isinstance(value, dict):
         yield from value
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
@@ -130,5 +130,5 @@ def _is_made(value: Any) -> bool:
 
 
 def names() -> list[str]:
-    """The names of all environments: registered ones, those of gymnax, and those of installed suites."""
+    """Returns the names of all environments: registered ones, those of gymnax, and those of installed suites."""
     return [*_factories, *catalog.names()]

@@ -59,7 +59,7 @@ class Spares(NamedTuple):
 
 
 def first_spares(reset: Callable[..., tuple[PyTree, PyTree]], keys: jax.Array, source: Any) -> Spares:
-    """The spares of copies that start with these keys `[E]`."""
+    """Returns the spares of copies that start with these keys `[E]`."""
     first = jax.vmap(lambda key, source: reset(jax.random.fold_in(key, _SPARE), source))(keys, source)
     zero = jnp.zeros(len(keys), jnp.float32)
     return Spares(first, zero > 0, zero.astype(jnp.int32), zero, zero)
@@ -94,6 +94,6 @@ def count_starts(spares: Spares, ended: jax.Array) -> Spares:
 
 
 def pop_starts(spares: Spares) -> tuple[Spares, Mean]:
-    """The share of episodes that started with a used spare; its counts start again from 0."""
+    """Returns the share of episodes that started with a used spare; its counts start again from 0."""
     zero = jnp.zeros_like(spares.starts)
     return spares._replace(starts=zero, repeats=zero), Mean(jnp.sum(spares.repeats), jnp.sum(spares.starts))

@@ -43,14 +43,14 @@ def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
 
 
 def empty(like: PyTree) -> RunningStatistics:
-    """The statistics of no values, with mean 0 and variance 1, given one value or its shapes."""
+    """Returns the statistics of no values, with mean 0 and variance 1, given one value or its shapes."""
     mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
     return _statistics(counter(), mean, var)
 
 
 def batch_statistics(batch: PyTree) -> RunningStatistics:
-    """The statistics of one batch `[B, ...]`, in two passes."""
+    """Returns the statistics of one batch `[B, ...]`, in two passes."""
     chex.assert_equal_shape_prefix(jax.tree.leaves(batch), 1)
     batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)
     size = jax.tree.leaves(batch)[0].shape[0]

@@ -32,14 +32,14 @@ class SharedMemoryLayout(NamedTuple):
     metrics: tuple[str, ...] = ()  # the keys of `info` to pass on
 
     def view(self, memory: Any) -> np.ndarray:
-        """The array in a memory with this layout; parts of observations are numbered after `obs` and `final`."""
+        """Returns the array in a memory with this layout; parts of observations are numbered after `obs` and `final`."""
         return np.ndarray(self.num_envs, self.row, memory)
 
 
 def layout_of(
     num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any, metrics: tuple[str, ...] = ()
 ) -> SharedMemoryLayout:
-    """The layout for actions and parts of observations, by path, with these shapes and dtypes; and for metrics."""
+    """Returns the layout for actions and parts of observations, by path, with these shapes and dtypes; and for metrics."""
     rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
     parts = {f"{name}{k}": x for name in ("obs", "final") for k, x in enumerate(obs.values())} | {"action": action}
     fields = [(name, np.dtype(x.dtype), x.shape) for name, x in parts.items()]
@@ -51,7 +51,7 @@ NO_METRIC = "the info of a step has no metric"
 
 
 def measured(info: Mapping[str, Any], names: tuple[str, ...]) -> list[float]:
-    """The metrics in the `info` of a step; raises ValueError unless each is present and is a scalar number."""
+    """Returns the metrics in the `info` of a step; raises ValueError unless each is present and is a scalar number."""
     for name in names:
         if name not in info:
             has = f"; it has {', '.join(map(str, info))}" if info else ", as it is empty"

@@ -179,7 +179,7 @@ class _Compound:
     spaces: Any
 
     def items(self) -> Iterable[tuple[Any, "Space"]]:
-        """The parts, with their names or positions."""
+        """Returns the parts, with their names or positions."""
         return self.spaces.items() if isinstance(self.spaces, Mapping) else enumerate(self.spaces)
 
     @property
@@ -254,14 +254,14 @@ def arrays_of(space: Space, x: Any = None, path: str = "") -> Iterator[tuple[str
 
 
 def map_arrays(convert: Callable[[Discrete | Box], Space], space: Space) -> Space:
-    """The space with other spaces of its arrays."""
+    """Returns the space with other spaces of its arrays."""
     if isinstance(space, Tuple | Dict):
         return type(space)(jax.tree.map(lambda part: map_arrays(convert, part), space.spaces))
     return convert(space)
 
 
 def unbounded(values: Any) -> Space:
-    """The space of arrays, or of dicts and tuples of arrays, of which only shapes and dtypes are known."""
+    """Returns the space of arrays, or of dicts and tuples of arrays, of which only shapes and dtypes are known."""
     if isinstance(values, Mapping | tuple) and not values:
         raise TypeError(f"an empty {type(values).__name__}")
     if isinstance(values, Mapping):
@@ -292,22 +292,22 @@ def is_continuous(space: Space) -> TypeGuard[Box]:
 
 
 def num_values(space: Box) -> tuple[int, ...]:
-    """The number of values of every component of a `Box` of integers, in row-major order."""
+    """Returns the number of values of every component of a `Box` of integers, in row-major order."""
     return tuple(int(high) - int(low) + 1 for low, high in zip(space.low.flat, space.high.flat, strict=True))
 
 
 def struct(space: Space) -> Any:
-    """The shapes and dtypes of a space's values, as a pytree of `jax.ShapeDtypeStruct`."""
+    """Returns the shapes and dtypes of a space's values, as a pytree of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(space.sample, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def zeros(space: Space) -> Any:
-    """A batch with one all-zero value of a space, for initializing a network. `[1, ...]`"""
+    """Returns a batch with one all-zero value of a space, for initializing a network. `[1, ...]`"""
     return jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), struct(space))
 
 
 def flat_space(space: Space) -> Box:
-    """The space of the vectors that `flatten` returns: a `Box` of shape `[D]`, float32."""
+    """Returns the space of the vectors that `flatten` returns: a `Box` of shape `[D]`, float32."""
     if isinstance(space, Discrete):
         return Box(0, 1, (space.n,))
     if isinstance(space, Box):

@@ -177,7 +177,7 @@ class StackedAgents(NamedEnvironment):
         return state, self._stack_observations(obs, "step"), reward, terminated, jnp.asarray(truncated)
 
     def _action_mask(self, state: PyTree) -> jax.Array:
-        """The legal actions `[A, n]`: those that the environment allows and that the agent has."""
+        """Returns the legal actions `[A, n]`: those that the environment allows and that the agent has."""
         n, *own = (cast(spaces.Discrete, s).n for s in (self.action_space, *map(self.env.action_spaces.get, self.agents)))
         if not has_masks(self.env):
             return jnp.arange(n) < jnp.array(own)[:, None]
@@ -188,7 +188,7 @@ class StackedAgents(NamedEnvironment):
         return jnp.stack([jnp.pad(mask, (0, n - len(mask))) for mask in masks])
 
     def _own_action(self, i: int, actions: PyTree) -> PyTree:
-        """The action of agent `i` in its own space. An absent agent may choose anything, so integers are clipped."""
+        """Returns the action of agent `i` in its own space. An absent agent may choose anything, so integers are clipped."""
         own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(own, spaces.Discrete):
             return jnp.minimum(action, own.high).astype(own.dtype)
@@ -204,7 +204,7 @@ class StackedAgents(NamedEnvironment):
         return jax.tree.map(lambda *parts: jnp.stack(parts), *padded)
 
     def _by_agent(self, values: Any, what: str) -> list[Any]:
-        """The values in the order of the agents; raises TypeError unless each agent has one."""
+        """Returns the values in the order of the agents; raises TypeError unless each agent has one."""
         if not isinstance(values, Mapping):
             raise TypeError(f"{what} of {self.name}: got a {type(values).__name__}; return a dict by agent name")
         if lacking := [agent for agent in self.agents if agent not in values]:
@@ -215,7 +215,7 @@ class StackedAgents(NamedEnvironment):
         return [values[agent] for agent in self.agents]
 
     def _scalars(self, values: Any, what: str, dtype: type | None) -> list[jax.Array]:
-        """The scalars of the agents; raises TypeError on other shapes, or another dtype if one is given."""
+        """Returns the scalars of the agents; raises TypeError on other shapes, or another dtype if one is given."""
         found = [jnp.asarray(x) for x in self._by_agent(values, f"{what} of step")]
         for agent, x in zip(self.agents, found, strict=True):
             if x.shape != () or (dtype is not None and x.dtype != dtype):

@@ -145,6 +145,6 @@ class Vectorized(WithoutStatistics, Wrapper):
 
 
 def next_states(env: Any, state: Any, action: PyTree) -> PyTree:
-    """The states of the copies in `Vectorized` or `VectorizedAgents` after a step, before any reset. `[E, ...]`"""
+    """Returns the states of the copies in `Vectorized` or `VectorizedAgents` after a step, before any reset. `[E, ...]`"""
     keys = jax.vmap(lambda key: keys_of_step(key)[1])(state.key)
     return drop_weak_types(jax.vmap(env.env.step)(keys, state.env_state, action)[0])

@@ -44,7 +44,7 @@ class VectorWrapper(Wrapper):
         return self.env.observe(state.env_state, obs)
 
     def statistics(self, state: Any) -> PyTree:
-        """The statistics of the environment."""
+        """Returns the statistics of the environment."""
         return self.env.statistics(state.env_state)
 
     def with_statistics(self, state: Any, statistics: PyTree) -> Any:
@@ -95,11 +95,11 @@ class NormalizingWrapper(VectorWrapper):
     """Base class of normalizers: their states have `running` statistics, which are the same on all devices."""
 
     def statistics(self, state: Any) -> tuple[RunningStatistics, PyTree]:
-        """The statistics of this wrapper, and the statistics of the environment."""
+        """Returns the statistics of this wrapper, and the statistics of the environment."""
         return state.running, self.env.statistics(state.env_state)
 
     def with_statistics(self, state: Any, statistics: tuple[RunningStatistics, PyTree]) -> Any:
-        """The state with the statistics of another state."""
+        """Returns the state with the statistics of another state."""
         own, inner = statistics
         return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
 
@@ -229,7 +229,7 @@ class NormalizeReward(NormalizingWrapper):
 
 
 def normalized_space(space: spaces.Space, clip: float = 10.0) -> spaces.Space:
-    """The space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
+    """Returns the space of normalized observations, float32 in [-clip, clip]; ValueError if they are not arrays of numbers."""
 
     def normalized(part: spaces.Discrete | spaces.Box) -> spaces.Box:
         if not isinstance(part, spaces.Box):

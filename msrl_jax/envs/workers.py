@@ -34,7 +34,7 @@ _START = 60.0  # seconds that a new worker gets in addition to `timeout`, to imp
 
 
 def processors() -> int:
-    """The number of processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

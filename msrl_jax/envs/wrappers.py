@@ -217,7 +217,7 @@ class FrameStack(EnvironmentWrapper):
         return spaces.Box(low, high, low.shape, space.dtype)
 
     def _frame(self, obs: jax.Array) -> jax.Array:
-        """The observation, per agent if there are several, with a channel axis."""
+        """Returns the observation, per agent if there are several, with a channel axis."""
         return obs[..., None] if len(self.env.observation_space.shape) == 2 else obs
 
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:

@@ -206,7 +206,7 @@ def register(codec: Codec) -> Codec:
 
 
 def names() -> list[str]:
-    """The names of all codecs; `get` also accepts `"frame_stack(n)"` and `"delta(n, every)"`."""
+    """Returns the names of all codecs; `get` also accepts `"frame_stack(n)"` and `"delta(n, every)"`."""
     return sorted(CODECS)
 
 

@@ -48,19 +48,21 @@ def times(count: Counter, by: int) -> Counter:
 
 
 def difference(later: Counter, earlier: Counter) -> jax.Array:
-    """The difference of two counters less than 2**31 apart. int32"""
+    """Returns the difference of two counters less than 2**31 apart. int32"""
     return (later.low - earlier.low).astype(jnp.int32)
 
 
 def fraction(count: Counter, total: int) -> jax.Array:
-    """The fraction of a total that a counter has reached, at most 1, with a relative error of at most 2**-22. float32"""
+    """Returns the fraction of a total that a counter has reached, at most 1, with a relative error of at most 2**-22.
+    float32
+    """
     high, low = np.float32(_WORD / total), np.float32(1 / total)
     reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
     return jnp.minimum(reached, 1.0)
 
 
 def remainder(count: Counter, period: int) -> jax.Array:
-    """The remainder after division by a period, int32; raises ValueError unless the period is from 1 to 2**24."""
+    """Returns the remainder after division by a period, int32; raises ValueError unless the period is from 1 to 2**24."""
     if not 1 <= period <= 2**24:
         raise ValueError(f"a period of {period} is not in [1, 2**24]; use one in this range")
     rest = jnp.zeros_like(count.low)

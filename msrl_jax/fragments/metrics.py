@@ -25,11 +25,11 @@ class Mean:
     __iter__ = None  # not a sequence, although it can be indexed
 
     def __getitem__(self, index: Any) -> "Mean":
-        """The sums at an index, a slice or another array index."""
+        """Returns the sums at an index, a slice or another array index."""
         return Mean(self.total[index], self.count[index])
 
     def mean(self, axis: int | tuple[int, ...] | None = None) -> float | np.ndarray:
-        """The mean of all values with equal weights, computed on the host in float64.
+        """Returns the mean of all values with equal weights, computed on the host in float64.
 
         Args:
           axis: dimensions to sum over first, as in `numpy.sum`: all if None, none if ().

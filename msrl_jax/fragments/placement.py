@@ -88,11 +88,11 @@ class Placement:
         return tuple(self.mesh.devices.flat)
 
     def split(self, axis: str) -> int:
-        """The number of devices over which the rules split a logical axis."""
+        """Returns the number of devices over which the rules split a logical axis."""
         return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
 
     def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-        """The sharding of an array: split where a rule applies and the dimension is divisible, otherwise whole.
+        """Returns the sharding of an array: split where a rule applies and the dimension is divisible, otherwise whole.
 
         `logical` has a logical axis name (or a tuple of candidates, or None) for each leading dimension.
         """
@@ -115,7 +115,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def logical(self, sharding: NamedSharding) -> PartitionSpec:
-        """The logical axes (as tuples of candidates) of a sharding on this mesh; the inverse of the rules."""
+        """Returns the logical axes (as tuples of candidates) of a sharding on this mesh; the inverse of the rules."""
         spec = []
         for entry in sharding.spec:
             axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -127,7 +127,7 @@ class Placement:
 
 
 def one_per_mesh(placements: Iterable[Placement]) -> list[Placement]:
-    """The first placement of each mesh."""
+    """Returns the first placement of each mesh."""
     return list({p.mesh: p for p in reversed(list(placements))}.values())[::-1]
 
 
@@ -177,7 +177,7 @@ class Layout:
         check_staleness(self.staleness)
 
     def placement(self, role: str, fragment: str) -> Placement:
-        """The placement of a role; raises ValueError, which names the `fragment`, if the layout has none."""
+        """Returns the placement of a role; raises ValueError, which names the `fragment`, if the layout has none."""
         general = role.partition(":")[0]
         neighbors = _FALLBACK.get(general, ())
         for candidate in (role, general, *neighbors):
@@ -203,7 +203,7 @@ class Layout:
 
 
 def host_placement() -> Placement:
-    """The placement of arguments and results of host fragments: a CPU device of this process."""
+    """Returns the placement of arguments and results of host fragments: a CPU device of this process."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

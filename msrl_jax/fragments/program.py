@@ -166,7 +166,7 @@ class Program(Generic[State]):
         return self.state.unflatten(self.state.initialize(init, args, self.executables))
 
     def unwrap(self, state: State | Delayed) -> State:
-        """The algorithm's state, without the registers of stale parameters.
+        """Returns the algorithm's state, without the registers of stale parameters.
 
         Args:
           state: a state that `place` or `run` returned.
@@ -252,21 +252,23 @@ class Program(Generic[State]):
             self._fused.begin(chunk)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
-        """The XLA programs of one iteration, for cost analysis and inspection.
+        """Returns the XLA programs of one iteration, for cost analysis and inspection.
 
         If the policy fuses the loop, this is the program of up to `chunk` iterations, whose first argument is their number.
         """
         return list(dict.fromkeys(compiled for i, compiled in self.programs(chunk) if isinstance(i, RunProgram)))
 
     def programs(self, chunk: int = 1) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
-        """The instructions that run XLA programs, each with its program: those of `compiled`, and those of transfers."""
+        """Returns the instructions that run XLA programs, each with its program: those of `compiled`, and those of
+        transfers.
+        """
         if self._fused is None:
             return self.host_loop.programs()
         compiled = self._fused.compile(chunk)
         return ((run, compiled) for run in self.instructions)
 
     def explain(self) -> Plan:
-        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but does not run anything."""
+        """Returns the plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but does not run anything."""
         in_loop = self._fused is not None and self._fused.packs  # otherwise iterations of a run launch the same as a single one
         if self._fused:
             compiled = {r: self._fused.compile(1 if in_loop else None) for r in self.instructions}

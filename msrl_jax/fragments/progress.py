@@ -32,11 +32,13 @@ class Progress:
         return counters.fraction(self.iteration, self.total) if self.total else jnp.float32(0.0)
 
     def times(self, number: int) -> Counter:
-        """The number of completed iterations times a number below 2**32, exactly: completed steps or updates. shape=()."""
+        """Returns the number of completed iterations times a number below 2**32, exactly: completed steps or updates.
+        shape=().
+        """
         return counters.times(self.iteration, number)
 
     def remainder(self, period: int) -> jax.Array:
-        """The number of completed iterations modulo a period of at most 2**24. `[]` int32."""
+        """Returns the number of completed iterations modulo a period of at most 2**24. `[]` int32."""
         return counters.remainder(self.iteration, period)
 
 
@@ -45,5 +47,5 @@ parameter_version = fragment(role="actor", name="parameter_version")(lambda vers
 
 
 def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
-    """The age of parameters in iterations, given their `parameter_version`. `[]` float32."""
+    """Returns the age of parameters in iterations, given their `parameter_version`. `[]` float32."""
     return (iteration.low - version).astype(jnp.int32).astype(jnp.float32)

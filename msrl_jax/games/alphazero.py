@@ -255,7 +255,7 @@ class AlphaZero:
         )
 
     def search(self, env: MultiAgentEnvironment) -> Search:
-        """The search of this config in a game; raises the same errors as `build`."""
+        """Returns the search of this config in a game; raises the same errors as `build`."""
         return searcher(self, env)[0]
 
 
@@ -272,7 +272,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
 
     def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
-        """One step of the game from every state `[1, ...]`, as mctx requires."""
+        """Returns one step of the game from every state `[1, ...]`, as mctx requires."""
 
         def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
             player = env.to_move(state)  # type: ignore[attr-defined]

@@ -181,7 +181,7 @@ def match(
 
 
 def _of_result(result: Result, game: Any) -> Player:
-    """The player of a run: the most probable actions of its best member."""
+    """Returns the player of a run: the most probable actions of its best member."""
     if not isinstance(result, Result):
         raise TypeError(f"a player is {shown(result)}; pass a run's result, or a Player, such as minimax(env, 3)")
     behavior, own = result.behavior, result.behavior.env
@@ -293,7 +293,7 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
     actions = jnp.arange(game.action_space.n)
 
     def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
-        """The values of the actions for the player to move, -inf if illegal. `[A]`"""
+        """Returns the values of the actions for the player to move, -inf if illegal. `[A]`"""
         player = game.to_move(state)
 
         def after(action: jax.Array) -> jax.Array:

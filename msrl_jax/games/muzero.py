@@ -171,7 +171,7 @@ class MuZero:
             return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
         def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
-            """The result of a search without noise, which does not depend on its key."""
+            """Returns the result of a search without noise, which does not depend on its key."""
             search = model_searcher(self, model, self.act_simulations, 0.0, discount)
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
             keys = jnp.broadcast_to(jax.random.key(0), jax.tree.leaves(obs)[0].shape[: 1 + is_game])
@@ -301,7 +301,7 @@ def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gum
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
     def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
-        """One step of the model from states `[1, H]`, as mctx requires."""
+        """Returns one step of the model from states `[1, H]`, as mctx requires."""
         latent, reward = model.step(params, latent, action)
         logits, value = model.predict(params, latent)
         reward, value = (unrescale(x, config.rescale_epsilon) for x in (reward, value))
@@ -332,7 +332,7 @@ def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gum
 
 
 def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The model's logits, values and rewards for observations `[B, ...]` and actions `[M, B]`, as in `Unrolled`."""
+    """Returns the model's logits, values and rewards for observations `[B, ...]` and actions `[M, B]`, as in `Unrolled`."""
     first = model.represent(params, obs)
 
     def step(latent: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -375,7 +375,7 @@ def unrolled_target(
 def unrolled_loss(
     logits: jax.Array, value: jax.Array, reward: jax.Array, target: Unrolled, value_coef: float, reward_coef: float
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The losses `[B]` of the model's predictions, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
+    """Returns the losses `[B]` of the model's predictions, and statistics (arXiv 1911.08265, eq. 1 and appendix G).
 
     Args:
       logits: logits of actions. `[M + 1, B, A]`

@@ -161,7 +161,7 @@ def bradley_terry(
 
 
 def _check(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
-    """The number of the anchored player; raises ValueError if an argument is invalid."""
+    """Returns the number of the anchored player; raises ValueError if an argument is invalid."""
     if len(names) < 2 or len(set(names)) < len(names):
         raise ValueError(f"players={list(names)}: pass at least two players, with different names")
     if anchor is not None and anchor not in names:

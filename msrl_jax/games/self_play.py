@@ -155,7 +155,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
     def at(first: np.ndarray, x: Any) -> Any:
-        """The first seat's part of `[E, 2, ...]` where `first`, otherwise the second's. `[E, 1, ...]`."""
+        """Returns the first seat's part of `[E, 2, ...]` where `first`, otherwise the second's. `[E, 1, ...]`."""
 
         def one(x: jax.Array) -> jax.Array:
             return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x[:, :1], x[:, 1:])
@@ -163,7 +163,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return jax.tree.map(one, x)
 
     def own(x: Any) -> Any:
-        """The learner's part of `[E, 2, ...]`."""
+        """Returns the learner's part of `[E, 2, ...]`."""
         return at(is_first_seat, x)
 
     def grouped(x: Any) -> Any:
@@ -318,7 +318,7 @@ def draw_slots(standings: Standings, key: jax.Array, filled: jax.Array, count: i
 
 
 def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
-    """An approximate equilibrium of a symmetric zero-sum game: probabilities `[K]`, 0 where `there` is False.
+    """Returns an approximate equilibrium of a symmetric zero-sum game: probabilities `[K]`, 0 where `there` is False.
 
     It is the mean over the rounds of discrete replicator dynamics, i.e. multiplicative weights (Freund and Schapire, 1999): the
     best response to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff. `payoff` is the row player's, `[K, K]`.

@@ -43,11 +43,11 @@ class RockPaperScissors(NamedEnvironment):
         return (), jnp.zeros((2, 1), jnp.float32), jnp.stack([payoff, -payoff]), jnp.ones(2, bool), jnp.asarray(False)
 
     def information_states(self) -> jax.Array:
-        """The observations in the information states of each player. `[2, I=1, 1]` float32"""
+        """Returns the observations in the information states of each player. `[2, I=1, 1]` float32"""
         return jnp.zeros((2, 1, 1), jnp.float32)
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """The players' mean gain by best responses to a policy `[2, I=1, 3]`; at most 1, float64.
+        """Returns the players' mean gain by best responses to a policy `[2, I=1, 3]`; at most 1, float64.
 
         Raises ValueError unless the policy has probabilities.
         """
@@ -104,7 +104,7 @@ class KuhnPoker(NamedEnvironment):
         return to_move == (jnp.arange(3) > 0)
 
     def information_states(self) -> MaskedObservation:
-        """The observations `[2, I=6, 11]` float32 in the information states, and the legal actions `[2, I, 3]` bool.
+        """Returns the observations `[2, I=6, 11]` float32 in the information states, and the legal actions `[2, I, 3]` bool.
 
         The first player's states are those at the start, then those after its pass and a bet; the second player's are those
         after a pass, then those after a bet. Each has one state per card: jack, queen, king.
@@ -119,7 +119,7 @@ class KuhnPoker(NamedEnvironment):
         return MaskedObservation(*(jnp.stack([jnp.stack(own) for own in x]) for x in (obs, masks)))
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """The players' mean gain by best responses to a policy `[2, I=6, 3]`; 11/24 for random play, float64.
+        """Returns the players' mean gain by best responses to a policy `[2, I=6, 3]`; 11/24 for random play, float64.
 
         Raises ValueError unless the policy has probabilities of legal actions in the states of `information_states`.
         """
@@ -135,7 +135,9 @@ class KuhnPoker(NamedEnvironment):
 
 
 def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """The first player's expected payoff, given probabilities of bets `[N, 2, 3]` in the states of `information_states`."""
+    """Returns the first player's expected payoff, given probabilities of bets `[N, 2, 3]` in the states of
+    `information_states`.
+    """
     values = []
     for a, b in itertools.permutations(range(3), 2):
         high = 1 if a > b else -1
@@ -148,7 +150,7 @@ def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
 
 
 def _checked(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
-    """The policy in float64; raises ValueError unless it has probabilities of legal actions."""
+    """Returns the policy in float64; raises ValueError unless it has probabilities of legal actions."""
     policy = np.asarray(policy, np.float64)
     if policy.shape != legal.shape:
         raise ValueError(f"the policy has shape {policy.shape}; pass probabilities of shape {legal.shape}")

@@ -43,6 +43,8 @@ def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: st
 
 
 def cross_entropy(target: jax.Array, logits: jax.Array) -> jax.Array:
-    """The cross-entropy of target probabilities and policies with logits `[..., A]`, -inf for illegal actions. `[...]`"""
+    """Returns the cross-entropy of target probabilities and policies with logits `[..., A]`, -inf for illegal actions.
+    `[...]`
+    """
     log_prob = jnp.where(target > 0, jax.nn.log_softmax(logits), 0.0)
     return -(target * log_prob).sum(-1)

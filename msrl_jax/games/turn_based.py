@@ -37,7 +37,7 @@ class Turns(EnvironmentWrapper):
         return state, obs, no_such_player(reward, (player != 0) & (player != 1)), terminated, truncated
 
     def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
-        """The player to move. `[1]` float32"""
+        """Returns the player to move. `[1]` float32"""
         return self.env.to_move(state)[None].astype(jnp.float32)
 
 
@@ -130,7 +130,7 @@ def of_player(obs: Any, player: jax.Array) -> Any:
 
 
 def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
-    """The action of the player to move, 0 or 1, and a legal one of the waiting player. `[2]` int32"""
+    """Returns the action of the player to move, 0 or 1, and a legal one of the waiting player. `[2]` int32"""
     return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
 
 
@@ -143,11 +143,11 @@ def draws(game: Any) -> bool:
 
 @fault("has a to_move(state) that returned neither 0 nor 1")
 def no_such_player(reward: jax.Array, happened: jax.Array) -> jax.Array:
-    """The reward, or nan if the player to move is neither 0 nor 1."""
+    """Returns the reward, or nan if the player to move is neither 0 nor 1."""
     return reward + jax.lax.sqrt(-happened.astype(jnp.float32))
 
 
 @fault("let a player move twice in a row (turns alternate in games for muzero; not in those for alphazero)")
 def moved_twice(reward: jax.Array, happened: jax.Array) -> jax.Array:
-    """The reward, or nan if the player who moved is to move again, although moves must alternate."""
+    """Returns the reward, or nan if the player who moved is to move again, although moves must alternate."""
     return reward + jax.lax.sqrt(-happened.astype(jnp.float32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
-    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4)."""
+    """Returns the soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4)."""
     chex.assert_type(action, int)
     chex.assert_shape(action, q.shape[:-1])
     return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]

@@ -229,7 +229,7 @@ class RL3(EnvironmentWrapper):
         return states.n, actions.n
 
     def action_values(self, state: RL3State) -> jax.Array:
-        """The values of the estimated model. `[S, A]`"""
+        """Returns the values of the estimated model. `[S, A]`"""
         total = state.visits + self.smoothing * len(state.visits)
         transitions = (state.moves + self.smoothing) / total[..., None]
         means = state.rewards / jnp.maximum(state.visits, 1)

@@ -58,7 +58,7 @@ class TabularMDP:
         return {"transitions": self.transitions, "rewards": self.rewards}
 
     def with_params(self, params: Mapping[str, Any]) -> "TabularMDP":
-        """The MDP with other, possibly traced, tables."""
+        """Returns the MDP with other, possibly traced, tables."""
         return _with(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +99,7 @@ class BernoulliBandit:
         return {"success": self.success}
 
     def with_params(self, params: Mapping[str, Any]) -> "BernoulliBandit":
-        """The bandit with other, possibly traced, probabilities."""
+        """Returns the bandit with other, possibly traced, probabilities."""
         return _with(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -36,7 +36,9 @@ def _cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
 
 
 def _impala_cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
-    """The 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve the image size three times."""
+    """Returns the 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve the image size three
+    times.
+    """
     same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))
     for size in (16, 32, 32):
         x = nn.max_pool(same(x, size), (3, 3), (2, 2), "SAME")

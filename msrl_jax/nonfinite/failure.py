@@ -53,7 +53,9 @@ class Failure:
 
     @classmethod
     def of(cls, origin: Origin, iteration: int, has_members: bool, env: Any = None) -> "Failure":
-        """The failure of a computation in an iteration of a run with or without members, with this vector environment."""
+        """Returns the failure of a computation in an iteration of a run with or without members, with this vector
+        environment.
+        """
         member, *rest = origin.index if has_members and origin.index else (None, *origin.index)
         if not rest or origin.role != "env":
             return cls(iteration, member, None, origin)
@@ -89,12 +91,14 @@ class Failure:
 
 
 def _fields(path: str) -> set[str]:
-    """The names in a pytree path."""
+    """Returns the names in a pytree path."""
     return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
 
 
 def _agent(env: Any, path: str, number: int) -> str | None:
-    """The name of an agent, given its index in an array `[E, A, ...]` of its team; None if the path is not such an array."""
+    """Returns the name of an agent, given its index in an array `[E, A, ...]` of its team; None if the path is not such an
+    array.
+    """
     if not _fields(path) & (_REWARDS | _OBSERVATIONS):
         return None
     members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))

@@ -92,13 +92,13 @@ def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[Ja
 
 
 def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
-    """The equation of a fragment in a traced iteration, given its name and index, or None; and all equations."""
+    """Returns the equation of a fragment in a traced iteration, given its name and index, or None; and all equations."""
     eqns = drop_unused(closed.jaxpr).eqns
     return next(itertools.islice(_fragments(eqns, name), number, None), None), eqns
 
 
 def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]:
-    """All fragments with a name, in order of appearance, including nested ones."""
+    """Yields all fragments with a name, in order of appearance, including nested ones."""
     for eqn in eqns:
         if is_fragment(eqn) and eqn.params["name"] == name:
             yield eqn
@@ -117,7 +117,7 @@ class _Search:
         self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
 
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
-        """An equation as a function, compiled if it contains code, such as a fragment or a loop."""
+        """Returns an equation as a function, compiled if it contains code, such as a fragment or a loop."""
         if id(eqn) not in self._functions:
             outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
             run = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
@@ -139,7 +139,7 @@ class _Search:
         step: tuple[int, int] | None,
         before: Container[Var] = (),
     ) -> _Cause | Var | None:
-        """The first cause of non-finite results; or a non-finite variable of `before`; or None.
+        """Returns the first cause of non-finite results; or a non-finite variable of `before`; or None.
 
         A non-finite variable that is neither computed by an equation nor in `before` is a constant.
         """
@@ -165,7 +165,7 @@ class _Search:
         return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
 
     def part(self, whole: _Cause) -> tuple[_Cause | None, bool]:
-        """The cause inside a cause, if any, and whether the result is non-finite if the parts run one by one."""
+        """Returns the cause inside a cause, if any, and whether the result is non-finite if the parts run one by one."""
         eqn, ins = whole.eqn, whole.operands
         if eqn.primitive is scan_p:
             return self._step(eqn, ins)
@@ -179,7 +179,7 @@ class _Search:
         return found, not all(map(is_finite, outs))
 
     def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
-        """The cause in the body of a computation, if any, and the body's results."""
+        """Returns the cause in the body of a computation, if any, and the body's results."""
         jaxpr = body.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
         env = self.values(jaxpr.eqns, env)
@@ -187,7 +187,7 @@ class _Search:
         return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
 
     def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> tuple[_Cause | None, bool]:
-        """The cause in the first scan step with a non-finite carry or output, as returned by `part`."""
+        """Returns the cause in the first scan step with a non-finite carry or output, as returned by `part`."""
         scan = scan_parts(eqn)
         split = scan.num_consts + scan.num_carry
         consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
@@ -236,7 +236,7 @@ class _Search:
 
 
 def _constant(cause: _Cause) -> str | None:
-    """The first non-finite operand or constant of a computation; None if all are finite."""
+    """Returns the first non-finite operand or constant of a computation; None if all are finite."""
     inner = [a.val for jaxpr in sub_jaxprs(cause.eqn) for a in jaxpr.outvars if isinstance(a, Literal)]
     for x in map(np.asarray, (x for x in (*cause.operands, *inner) if not is_finite(jnp.asarray(x)))):
         bad = str(x[~np.isfinite(x)].flat[0])
@@ -245,7 +245,7 @@ def _constant(cause: _Cause) -> str | None:
 
 
 def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
-    """The paths of a fragment's results, and their order: shortest path first, then order of computation."""
+    """Returns the paths of a fragment's results, and their order: shortest path first, then order of computation."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
     paths = jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
     made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}

@@ -38,7 +38,7 @@ def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
 
 
 def _failure(run: Run, guard: Guard) -> Failure | str:
-    """The cause, or the reason why it is unknown."""
+    """Returns the cause, or the reason why it is unknown."""
     if not guard.can_read:
         return "The state is distributed over several processes, so the cause was not searched for."
     if why := run.program.nondeterminism_reason:
@@ -89,7 +89,7 @@ def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Or
 
 
 def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
-    """A finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
+    """Returns a finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
@@ -104,7 +104,7 @@ def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any
 
 
 def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
-    """The origin in the iteration after a state, in the equations as the policy connects them, including delays."""
+    """Returns the origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
     graph = build_graph(program.traced.jaxpr, program.layout, labels, program.graph.axes[:count])

@@ -271,7 +271,7 @@ def fitted_q(
 
 
 def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
-    """The discounted sums of rewards from each row to the end of its episode, `[N]` float64."""
+    """Returns the discounted sums of rewards from each row to the end of its episode, `[N]` float64."""
     sums, after = np.zeros(len(dataset)), 0.0
     ended, reward = dataset.ended, dataset.reward.astype(np.float64)
     for i in range(len(dataset) - 1, -1, -1):
@@ -281,7 +281,7 @@ def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
 
 
 def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of each fit's episodes, concatenated and padded to equal lengths; and their number without padding."""
+    """Returns the rows of each fit's episodes, concatenated and padded to equal lengths; and their number without padding."""
     each = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
     rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
     counts = np.array([len(x) for x in rows], np.int32)
@@ -289,7 +289,9 @@ def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
-    """The 95% interval of Student's t around the mean, with the standard deviation of the bootstrapped values as error."""
+    """Returns the 95% interval of Student's t around the mean, with the standard deviation of the bootstrapped values as
+    error.
+    """
     from scipy import stats
 
     half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1))
@@ -297,7 +299,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def _acted(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
-    """The policy's actions for many observations, computed in batches of one size."""
+    """Returns the policy's actions for many observations, computed in batches of one size."""
     count = len(jax.tree.leaves(obs)[0])
     size = min(count, _ROWS)
     parts = []

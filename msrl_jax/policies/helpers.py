@@ -19,12 +19,12 @@ names (as shown in plans) contain the text, where the first match is used; or No
 
 
 def policy_repr(policy: object) -> str:
-    """A policy in Python syntax, such as `SingleLearnerCoarse(learners=2)`: its name and its non-default parameters."""
+    """Returns a policy in Python syntax, such as `SingleLearnerCoarse(learners=2)`: its name and its non-default parameters."""
     return f"{type(policy).__name__}({', '.join(_given(policy))})"
 
 
 def spec(policy: object) -> str:
-    """A policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one.
+    """Returns a policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one.
 
     Raises ValueError if the text would lack a parameter, because the policy has no attribute of that name.
     """
@@ -43,7 +43,7 @@ def _given(policy: object) -> list[str]:
 
 
 def _parameters(policy: object) -> dict[str, object]:
-    """The parameters with which a policy is made, and their defaults."""
+    """Returns the parameters with which a policy is made, and their defaults."""
     if type(policy).__init__ is object.__init__:
         return {}
     return {name: p.default for name, p in inspect.signature(type(policy)).parameters.items()}
@@ -57,12 +57,14 @@ BUFFERING = (*ACTING, "shard")
 
 
 def axes_to_split(axes: Sequence[str]) -> tuple[str, ...]:
-    """The logical axes that a placement splits: `axes`, and agents and members if divisible."""
+    """Returns the logical axes that a placement splits: `axes`, and agents and members if divisible."""
     return (*axes, *(axis for axis in ("agent", "member") if axis not in axes))
 
 
 def max_dividing_devices(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
-    """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members."""
+    """Returns the largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of
+    members.
+    """
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
     members = sizes.get("member", 1)
     return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
@@ -120,7 +122,7 @@ def _by_name(choice: CodecChoice) -> Mapping[str, str | Codec]:
 
 
 def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice = None) -> tuple[Edge, ...]:
-    """The edges with codecs between two placements, given by name: `up` from `lower` to `upper`, `down` back.
+    """Returns the edges with codecs between two placements, given by name: `up` from `lower` to `upper`, `down` back.
 
     Raises ValueError on an unknown codec.
     """
@@ -140,7 +142,7 @@ def check_codecs(policy: object, *fields: str) -> None:
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a platform, such as "cpu", in this process; the given devices if `platform` is None."""
+    """Returns the devices of a platform, such as "cpu", in this process; the given devices if `platform` is None."""
     if platform is None:
         return list(devices)
     if jax.process_count() > 1:

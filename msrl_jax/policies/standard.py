@@ -230,7 +230,7 @@ def _parts(
     policy: object,
     axes: Sequence[str] = ACTING,
 ) -> dict[str, list[Device]]:
-    """The devices of each part; those of the first part may be on another platform."""
+    """Returns the devices of each part; those of the first part may be on another platform."""
     if platform is None:
         return divide_devices(devices, {first: num_first, **others}, sizes, policy, axes)
     elsewhere = divide_devices(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
@@ -271,7 +271,7 @@ def _is_policy(value: Any) -> bool:
 
 
 def names() -> list[str]:
-    """The names of all distribution policies."""
+    """Returns the names of all distribution policies."""
     return sorted(POLICIES)
 
 

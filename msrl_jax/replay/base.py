@@ -182,7 +182,9 @@ def check_numbers(**arguments: float) -> None:
 
 
 def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: int) -> int:
-    """The bytes of a state; raises ValueError if they exceed the memory of the `parts` devices that it can be split over."""
+    """Returns the bytes of a state; raises ValueError if they exceed the memory of the `parts` devices that it can be split
+    over.
+    """
     nbytes = tree_bytes(jax.eval_shape(init))
     local = own_devices()
     devices = local[: math.gcd(parts, len(local))]

@@ -284,7 +284,7 @@ def _replay(
         return ReplayState(held, added, filled, add_saturating(state.lost, lost), inserted(state, added, filled))
 
     def offsets(at: Indices) -> jax.Array:
-        """The offsets of the steps of windows. `[S, b]`"""
+        """Returns the offsets of the steps of windows. `[S, b]`"""
         return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(at.step)))
 
     def read(held: list[Any], at: Indices, *drawing: Any) -> Any:
@@ -367,7 +367,9 @@ def _replay(
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
-    """The `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has none."""
+    """Returns the `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has
+    none.
+    """
     others: dict[str, str | None] = {}
     while isinstance(obs, JointObservation | MaskedObservation | PrivilegedObservation):
         others |= dict.fromkeys(obs._fields[1:])

@@ -48,7 +48,9 @@ class Relabelling:
 
 
 def with_episodes(example: Any, relabelling: Relabelling | None, discount: float | None) -> Any:
-    """The example of an item, with an episode number if it is relabelled; raises ValueError if it cannot be relabelled."""
+    """Returns the example of an item, with an episode number if it is relabelled; raises ValueError if it cannot be
+    relabelled.
+    """
     if relabelling is None:
         return example
     if discount is None or not hasattr(example, "episode"):
@@ -139,7 +141,7 @@ def _choose(
     own = number(0)
 
     def reach(direction: int, limit: jax.Array) -> jax.Array:
-        """The number of steps of the same episode in a direction, at most `limit`. `[b]`"""
+        """Returns the number of steps of the same episode in a direction, at most `limit`. `[b]`"""
         found = jnp.zeros_like(limit)
         for bit in reversed(range((ring.steps - 1).bit_length())):
             tried = found + 2**bit

@@ -28,7 +28,7 @@ def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
 
 
 def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...]:
-    """The codec of each leaf of an item; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
+    """Returns the codec of each leaf of an item; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
         raise ValueError("the example of an item has no leaves; pass a pytree of arrays")
@@ -86,7 +86,7 @@ class Ring:
         return 2**30 // self.steps * self.steps
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first step at which a window starts, and the number of windows per environment."""
+        """Returns the first step at which a window starts, and the number of windows per environment."""
         begin = (added - filled) % self.modulus
         skipped = -begin % self.stride
         return begin + skipped, jnp.maximum((filled - skipped - self.length) // self.stride + 1, 0)

@@ -27,7 +27,7 @@ def init(num_leaves: int) -> Tree:
 
 
 def total(tree: Tree) -> jax.Array:
-    """The sum of all leaves. `[]`"""
+    """Returns the sum of all leaves. `[]`"""
     return tree[-1].sum()
 
 

@@ -105,7 +105,7 @@ class Profile:
         return f"<figure>{inline(svg_of(profiles_figure({'': self})))}</figure>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile as plain data, without its events."""
+        """Returns the profile as plain data, without its events."""
         fields = dataclasses.asdict(dataclasses.replace(self, events=()))
         del fields["events"]
         return fields | {"phases": self.phases, "shares": self.shares}

@@ -118,7 +118,7 @@ class Reproduction:
         return next((word for word in ("does not agree", "too few", "agrees") if word in found), "no record")
 
     def summary(self) -> dict[str, Any]:
-        """The reproduction as plain data."""
+        """Returns the reproduction as plain data."""
         about: dict[str, Any] = {"recipe": self.recipe, "verdict": self.verdict, "folder": str(self.folder)}
         if self.stop_reason:
             about["stop_reason"] = self.stop_reason

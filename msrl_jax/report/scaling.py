@@ -29,7 +29,7 @@ class Scaled:
     xla_seconds: float  # to compile the programs
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers of each device as plain Python data, by placement; times and bytes are of one iteration."""
+        """Returns the numbers of each device as plain Python data, by placement; times and bytes are of one iteration."""
         plan = self.plan
         about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "plan"}
         collectives = {

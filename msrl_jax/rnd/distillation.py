@@ -196,7 +196,8 @@ def random_network_distillation(
 
 
 def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
-    """The space of the networks' inputs, the function that computes them from observations `[B, ...]`, and the networks.
+    """Returns the space of the networks' inputs, the function that computes them from observations `[B, ...]`, and the
+    networks.
 
     Inputs are images or numeric vectors. The predictor has two more layers than the target (the paper's appendix). RND does
     not use custom networks here, since they may not accept standardized observations.

@@ -68,5 +68,5 @@ def tolerant_streams() -> Iterator[TolerantStream]:
 
 
 def progress_stream() -> TolerantStream:
-    """The stream that shows progress: stderr."""
+    """Returns the stream that shows progress: stderr."""
     return TolerantStream(sys.stderr)

@@ -60,7 +60,7 @@ class BraxEnvironment(NamedEnvironment):
         return {_named(path): x for path, x in arrays if isinstance(x, jax.Array) and x.dtype == jnp.float32 and x.size}
 
     def with_params(self, params: Mapping[str, Any]) -> "BraxEnvironment":
-        """The environment with other, possibly traced, values for some parameters."""
+        """Returns the environment with other, possibly traced, values for some parameters."""
         env, inner = copy.copy(self), copy.copy(self.env)
         model = jax.tree.map_with_path(lambda path, x: params.get(_named(path), x), getattr(inner, _field(inner)))
         setattr(inner, _field(inner), model)
@@ -104,14 +104,14 @@ class BraxEnvironment(NamedEnvironment):
         return float(1 / (self.env.dt * self.action_repeat))
 
     def render(self, state: Any) -> np.ndarray:
-        """An image rendered by MuJoCo."""
+        """Returns an image rendered by MuJoCo."""
         if hasattr(state, "pipeline_state"):
             return self._camera(state.pipeline_state.q, state.pipeline_state.qd)
         data = state.data
         return self._camera(data.qpos, data.qvel, data.mocap_pos, data.mocap_quat)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
-        """The metrics of the last step, such as the terms of the reward."""
+        """Returns the metrics of the last step, such as the terms of the reward."""
         return common.scalars(state.metrics)
 
 
@@ -126,7 +126,7 @@ def _privileged_state(state: Any) -> PyTree:
 
 
 def _field(env: Any) -> str:
-    """The attribute that holds the physical system, in Brax or Playground."""
+    """Returns the attribute that holds the physical system, in Brax or Playground."""
     return "sys" if hasattr(env, "sys") else "_mjx_model"
 
 

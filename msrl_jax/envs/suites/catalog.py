@@ -30,18 +30,18 @@ class Suite:
         return f"pip install 'msrl-jax[{self.extra}]'"
 
     def version(self) -> str | None:
-        """The installed version; None if there is none."""
+        """Returns the installed version; None if there is none."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def lacks(self, name: str) -> str | None:
-        """The package that an environment needs and that is not installed; None if none is missing."""
+        """Returns the package that an environment needs and that is not installed; None if none is missing."""
         return next((package for package in self.needed(name) if importlib.util.find_spec(package) is None), None)
 
     def needed(self, name: str) -> list[str]:
-        """The packages that an environment needs and that the suite does not install."""
+        """Returns the packages that an environment needs and that the suite does not install."""
         return [package for package, names in self.needs if re.fullmatch(names, name)]
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class Suite:
         return tuple(name for name in found if not re.fullmatch(self.hidden, name) and not self.lacks(name))
 
     def names(self) -> list[str]:
-        """The names of its environments here; none if it is not installed."""
+        """Returns the names of its environments here; none if it is not installed."""
         return [f"{self.prefix}:{name}" for name in self.own_names]
 
     def check_installed(self) -> None:
@@ -65,7 +65,7 @@ class Suite:
 
 
 def _found(files: tuple[str, ...], pattern: str) -> list[str]:
-    """The matches of a pattern in files of packages, without importing them; none if they are not installed."""
+    """Returns the matches of a pattern in files of packages, without importing them; none if they are not installed."""
     found: list[str] = []
     for package, _, path in (file.partition("/") for file in files):
         spec = importlib.util.find_spec(package)
@@ -158,23 +158,25 @@ SUITES: dict[str, Suite] = {
 
 
 def gymnax_names() -> list[str]:
-    """The names of gymnax's environments, including those registered with it."""
+    """Returns the names of gymnax's environments, including those registered with it."""
     registration = sys.modules.get("gymnax.registration")
     return list(registration.registered_envs if registration else _found(("gymnax/registration.py",), _IN_LIST))
 
 
 def suite_of(name: str) -> Suite | None:
-    """The suite that an environment name belongs to, if any."""
+    """Returns the suite that an environment name belongs to, if any."""
     prefix, colon, _ = name.partition(":")
     return SUITES.get(prefix) if colon else None
 
 
 def packages_of(name: str) -> list[str]:
-    """The packages that simulate a suite's environment, e.g. `gymnasium:Hopper-v4:frame_skip=2`; none for other names."""
+    """Returns the packages that simulate a suite's environment, e.g. `gymnasium:Hopper-v4:frame_skip=2`; none for other
+    names.
+    """
     suite = suite_of(name)
     return [] if suite is None else [suite.package, *suite.needed(name.split(":")[1])]
 
 
 def names() -> list[str]:
-    """The names of gymnax's environments and of those of all installed suites."""
+    """Returns the names of gymnax's environments and of those of all installed suites."""
     return gymnax_names() + [name for suite in SUITES.values() for name in suite.names()]

@@ -110,7 +110,7 @@ def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None
 
 
 def arguments_of(kind: type) -> set[str]:
-    """The names of the arguments of a class and of its base classes, except `*args` and `**kwargs`."""
+    """Returns the names of the arguments of a class and of its base classes, except `*args` and `**kwargs`."""
     bases = [base for base in kind.__mro__ if base is not object and "__init__" in vars(base)]
     own = [inspect.signature(vars(base)["__init__"]) for base in bases]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -196,5 +196,5 @@ class Camera:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The scalar numbers among the values, with valid metric names: `reward/upright` becomes `reward_upright`."""
+    """Returns the scalar numbers among the values, with valid metric names: `reward/upright` becomes `reward_upright`."""
     return {re.sub(r"\W", "_", name): x for name, x in values.items() if jnp.ndim(x) == 0}

@@ -74,5 +74,5 @@ class CraftaxEnvironment(NamedEnvironment):
         return np.asarray(self._draw(state)).clip(0, 255).astype(np.uint8)
 
     def report(self, state: Any) -> dict[str, jax.Array]:
-        """Which achievements were unlocked so far."""
+        """Returns which achievements were unlocked so far."""
         return {name: state.achievements[number] for name, number in self._achievements.items()}

@@ -42,7 +42,7 @@ def make(
 
 
 def _reports(spec: Any) -> list[str]:
-    """The numeric entries of `info` with one value per environment."""
+    """Returns the numeric entries of `info` with one value per environment."""
     scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
     named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
     return ["elapsed_step", *(key for key in named if key != "env_id")]
@@ -85,7 +85,7 @@ class EnvPoolEnvironment(NamedEnvironment):
 
 
 def _without_bounds(space: spaces.Discrete | spaces.Box) -> spaces.Space:
-    """The space without bounds, if its values are floats."""
+    """Returns the space without bounds, if its values are floats."""
     return spaces.unbounded(spaces.struct(space)) if np.issubdtype(np.dtype(space.dtype), np.floating) else space
 
 

@@ -164,7 +164,7 @@ class GymnasiumEnvironment(NamedEnvironment):
 
 
 def _own_name(env: Any) -> str:
-    """The class of an environment, or of its outermost wrapper that is not from Gymnasium, and its id if it has one."""
+    """Returns the class of an environment, or of its outermost wrapper that is not from Gymnasium, and its id if it has one."""
     inner = env
     while isinstance(inner, gymnasium.Wrapper) and type(inner).__module__.startswith("gymnasium."):
         inner = inner.env

@@ -78,7 +78,7 @@ class GymnaxEnvironment(NamedEnvironment):
         return {name: x for name in fields if isinstance(x := getattr(self.params, name), _NUMBERS)}
 
     def with_params(self, params: Mapping[str, Any]) -> "GymnaxEnvironment":
-        """The environment with other, possibly traced, values for some parameters; its spaces stay the same."""
+        """Returns the environment with other, possibly traced, values for some parameters; its spaces stay the same."""
         env = copy.copy(self)  # spaces cannot be computed from traced parameters
         env.params = dataclasses.replace(self.params, **params)
         return env
@@ -107,7 +107,7 @@ class GymnaxEnvironment(NamedEnvironment):
         return screen
 
     def render(self, state: PyTree) -> np.ndarray:
-        """An image rendered by gymnax's visualizer."""
+        """Returns an image rendered by gymnax's visualizer."""
         if self.env.name in _CLASSIC:
             vis_gym = common.load("gymnax.visualize.vis_gym")
             vis_gym.set_gym_params(self._screen, self.env.name, self.params)
@@ -170,7 +170,9 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
 
 
 def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
-    """A gymnax space with the shapes and dtypes of its actual values; some declarations are wrong (Catch, FourRooms)."""
+    """Returns a gymnax space with the shapes and dtypes of its actual values; some declarations are wrong (Catch,
+    FourRooms).
+    """
     if isinstance(space, gymnax_spaces.Discrete):
         return spaces.Discrete(space.n, x.dtype)
     if isinstance(space, gymnax_spaces.Box):

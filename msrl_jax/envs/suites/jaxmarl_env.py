@@ -134,7 +134,7 @@ def _arrived(env: Any, state: Any) -> jax.Array:
 
 
 def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """The agent in the room announces that all have visited, or time is up."""
+    """Returns the agent in the room announces that all have visited, or time is up."""
     said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
     return said, dones["__all__"] & ~said
 
@@ -225,7 +225,7 @@ class JaxMARLEnvironment:
     render_fps = 10.0
 
     def render(self, state: PyTree) -> np.ndarray:
-        """An image of a particle environment, rendered by JaxMARL's visualizer."""
+        """Returns an image of a particle environment, rendered by JaxMARL's visualizer."""
         if not hasattr(state, "p_pos"):
             raise ValueError(f"{self.name} cannot be drawn; only JaxMARL's visualizer of particle environments is supported")
         import matplotlib.pyplot as plt
@@ -253,7 +253,9 @@ class JaxMARLEnvironment:
 
 
 def _observation_space(declared: Any, output_shapes: PyTree) -> spaces.Space:
-    """The space of an agent's observations, with JaxMARL's declared bounds; some declared shapes and dtypes are wrong."""
+    """Returns the space of an agent's observations, with JaxMARL's declared bounds; some declared shapes and dtypes are
+    wrong.
+    """
     if isinstance(output_shapes, Mapping):
         parts = getattr(declared, "spaces", declared)
         part = parts.get if isinstance(parts, Mapping) else {}.get

@@ -81,7 +81,7 @@ class _Adapter(NamedEnvironment):
         return self._state(state, first), self._observe(first)
 
     def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
-        """A step and what the suite reports of it; random numbers come from the key in the state, as in the suite."""
+        """Returns a step and what the suite reports of it; random numbers come from the key in the state, as in the suite."""
         with common.quiet():
             env_state, after = to_32_bit(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
         return self._state(env_state, after), self._observe(after), after
@@ -106,14 +106,14 @@ class _Adapter(NamedEnvironment):
     render_fps = 5.0
 
     def render(self, state: JumanjiState) -> np.ndarray:
-        """An image rendered by the suite's viewer."""
+        """Returns an image rendered by the suite's viewer."""
         viewer = copy.copy(self.env._viewer)
         viewer._display = common.image_of  # as with render_mode="rgb_array"
         with common.quiet(), warnings.catch_warnings(action="ignore"):  # it opens no window
             return viewer.render(state.env_state)
 
     def report(self, state: JumanjiState) -> dict[str, jax.Array]:
-        """The last values that the suite reported."""
+        """Returns the last values that the suite reported."""
         return state.extras
 
     def _observe(self, after: Any) -> dict[str, PyTree]:
@@ -185,7 +185,7 @@ class JumanjiTeam(_Adapter):
 
 
 def _sizes(spec: Any) -> tuple[int, ...]:
-    """The number of values of each discrete action; `()` for other actions."""
+    """Returns the number of values of each discrete action; `()` for other actions."""
     return tuple(int(n) for n in np.ravel(spec.num_values)) if hasattr(spec, "num_values") else ()
 
 
@@ -201,7 +201,9 @@ def _fields(value: Any) -> Any:
 
 
 def _space(spec: Any, x: Any) -> spaces.Space:
-    """The space of arrays `x`, or dicts of them, with the bounds of the suite's specification if the arrays are inside."""
+    """Returns the space of arrays `x`, or dicts of them, with the bounds of the suite's specification if the arrays are
+    inside.
+    """
     if isinstance(x, Mapping):
         parts = vars(spec).get("_specs", {}) if spec is not None else {}
         return spaces.Dict({name: _space(parts.get(name), part) for name, part in x.items()})
@@ -213,6 +215,6 @@ def _space(spec: Any, x: Any) -> spaces.Space:
 
 
 def _of_one(space: spaces.Discrete | spaces.Box) -> spaces.Box:
-    """The space of one agent's entry, given the space of arrays with one entry per agent."""
+    """Returns the space of one agent's entry, given the space of arrays with one entry per agent."""
     assert isinstance(space, spaces.Box)
     return spaces.Box(space.low[0], space.high[0], space.shape[1:], space.dtype)

@@ -57,7 +57,7 @@ class NavixEnvironment:
     render_fps = 8.0
 
     def render(self, state: PyTree) -> np.ndarray:
-        """The grid."""
+        """Returns the grid."""
         return np.asarray(common.load("navix.observations").rgb(jax.tree.map(jnp.asarray, state.state)), np.uint8)
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:

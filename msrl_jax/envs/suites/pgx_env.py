@@ -63,7 +63,7 @@ class PgxGame(NamedEnvironment):
     render_fps = 2.0
 
     def render(self, state: PyTree) -> np.ndarray:
-        """The board."""
+        """Returns the board."""
         try:
             import resvg_py
         except ImportError as error:
@@ -79,7 +79,7 @@ class PgxGame(NamedEnvironment):
         return {"player_0_wins": wins[0], "player_1_wins": wins[1], "draw": state.terminated & ~wins.any()}
 
     def action_mask(self, state: PyTree) -> jax.Array:
-        """The legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""
+        """Returns the legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""
         to_move = (jnp.arange(2) == state.current_player)[:, None]
         return jnp.concatenate([to_move & state.legal_action_mask, ~to_move], axis=1)
 

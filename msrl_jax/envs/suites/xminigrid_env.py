@@ -87,7 +87,7 @@ class XMiniGridEnvironment(NamedEnvironment):
     render_fps = 8.0
 
     def render(self, state: XMiniGridState) -> np.ndarray:
-        """The grid, with the agent's field of view."""
+        """Returns the grid, with the agent's field of view."""
         draw = common.load("xminigrid.rendering.rgb_render").render
         return np.asarray(draw(np.asarray(state.env_state.grid), state.env_state.agent, self.params.view_size), np.uint8)
 

@@ -70,7 +70,7 @@ class _Builder:
         return var
 
     def marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
-        """The names and roles of the fragments in an equation, in order of appearance."""
+        """Returns the names and roles of the fragments in an equation, in order of appearance."""
         found = [(eqn.params["name"], eqn.params["role"])] if is_fragment(eqn) else []
         for sub in sub_jaxprs(eqn):
             if id(sub) not in self._marks:  # the entry keeps the jaxpr alive, so that its id stays unique
@@ -124,7 +124,7 @@ class _Builder:
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
     def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
-        """The body of a scan that spans placements, as a region."""
+        """Returns the body of a scan that spans placements, as a region."""
         if eqn.primitive is not scan_p:
             raise ValueError(_cannot_span(eqn, found))
         closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
@@ -139,7 +139,7 @@ class _Builder:
         return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
 
     def scan_of_no_steps(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
-        """The results of a scan of length 0: the initial carry, and stacks without rows."""
+        """Returns the results of a scan of length 0: the initial carry, and stacks without rows."""
         _, num_consts, num_carry, _, _ = scan_parts(eqn)
         kinds = [aval(v) for v in eqn.outvars[num_carry:]]
         closed = jax.make_jaxpr(lambda: [jax.lax.empty(kind.shape, kind.dtype) for kind in kinds])()
@@ -153,7 +153,9 @@ class _Builder:
         self.labels.update(zip(node.eqn.outvars, found, strict=True))
 
     def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-        """The name of each result of an equation: its path in the fragment that makes it, otherwise the first named input."""
+        """Returns the name of each result of an equation: its path in the fragment that makes it, otherwise the first named
+        input.
+        """
         if is_fragment(eqn):
             paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
             return [f"{eqn.params['name']}(){path}" for path in paths]

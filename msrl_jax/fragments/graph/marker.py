@@ -155,7 +155,7 @@ def fragment_scope(scope: str) -> Iterator[None]:
 
 
 def scoped(name: str) -> str:
-    """The name of a fragment, with the current scope."""
+    """Returns the name of a fragment, with the current scope."""
     return f"{name}/{_scope.get()}" if _scope.get() else name
 
 
@@ -275,7 +275,7 @@ def _makes_reference(jaxpr: Jaxpr) -> bool:
 
 
 def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The non-static arguments by name."""
+    """Returns the non-static arguments by name."""
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
     return {k: v for k, v in named.items() if k not in static}
 
@@ -286,7 +286,7 @@ def _leaves(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths_of(tree: Any) -> tuple[str, ...]:
-    """The paths of a tree's leaves as text."""
+    """Returns the paths of a tree's leaves as text."""
     return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 

@@ -153,7 +153,7 @@ class Graph:
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
-    """The nodes that lead to some atoms, in dependency order; `follow` says from which results to continue."""
+    """Returns the nodes that lead to some atoms, in dependency order; `follow` says from which results to continue."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)
@@ -168,7 +168,7 @@ def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Calla
 
 
 def _outermost_fragments(eqn: JaxprEqn, seen: set[int]) -> Iterator[str]:
-    """The names of the fragments in an equation that are in no other fragment; visits no jaxpr twice."""
+    """Yields the names of the fragments in an equation that are in no other fragment; visits no jaxpr twice."""
     if is_fragment(eqn):
         yield eqn.params["name"]
         return

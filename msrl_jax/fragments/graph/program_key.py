@@ -52,12 +52,12 @@ class _Same:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """The key of a jaxpr: keys are equal if and only if the programs are equal up to variable names."""
+    """Returns the key of a jaxpr: keys are equal if and only if the programs are equal up to variable names."""
     return _closed_key(closed, value_key)
 
 
 def computation_key(closed: ClosedJaxpr) -> Hashable:
-    """The key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
+    """Returns the key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
 
     Weak types only affect dtypes during tracing, so the key omits them, and conversions that change nothing else. All functions
     count as equal, as do all integer literals of one dtype, because each trace creates new functions and may number its parts,
@@ -71,7 +71,7 @@ def _closed_key(closed: ClosedJaxpr, of: Callable[[Any], Hashable], resolved: bo
     known: dict[int, int] = {}
 
     def numbered(jaxpr: Jaxpr) -> int:
-        """The number of a jaxpr's key, so that a jaxpr that is called often is visited and compared once."""
+        """Returns the number of a jaxpr's key, so that a jaxpr that is called often is visited and compared once."""
         if id(jaxpr) not in known:
             known[id(jaxpr)] = keys.setdefault(_jaxpr_key(jaxpr, of, resolved, numbered), len(keys))
         return known[id(jaxpr)]
@@ -126,20 +126,20 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, numb
 
 
 def _number_key(literal: Literal) -> Hashable:
-    """The key of a literal in a trace: its value without weak type; None for integers, which may number parts."""
+    """Returns the key of a literal in a trace: its value without weak type; None for integers, which may number parts."""
     dtype = aval(literal).dtype
     return np.asarray(literal.val, dtype).tobytes() if jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 def _literal_key(literal: Literal) -> Hashable:
-    """The content of a literal, which may be a Python number with the dtype of the literal's aval."""
+    """Returns the content of a literal, which may be a Python number with the dtype of the literal's aval."""
     if isinstance(literal.val, jax.Array):
         return value_key(literal.val)
     return _content(np.asarray(literal.val, aval(literal).dtype))
 
 
 def value_key(value: Any) -> Hashable:
-    """The key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
+    """Returns the key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
 
     For a number or array: the type (dtype, shape, weak type) and the bytes; for a container or dataclass: the type and the
     contents; otherwise the object itself, and for callables its identity.

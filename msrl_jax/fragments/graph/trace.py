@@ -21,7 +21,9 @@ _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and weak type of a state leaf under `jax.jit`, where 64-bit NumPy arrays may be 32-bit arrays."""
+    """Returns the shape, dtype and weak type of a state leaf under `jax.jit`, where 64-bit NumPy arrays may be 32-bit
+    arrays.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -118,7 +120,7 @@ def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
-    """The trace for the weak types to which the state converges, if all iterations compute the same values."""
+    """Returns the trace for the weak types to which the state converges, if all iterations compute the same values."""
     seen: set[tuple[bool, ...]] = set()
     while True:  # terminates, because weak types repeat, or are new at most _MOST_CHANGES times
         before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
@@ -162,7 +164,9 @@ def _list(paths: list[str]) -> str:
 
 
 def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
-    """The logical axes of every leaf of a state; `axes` is a prefix of its tree with PartitionSpecs of axis names, or None."""
+    """Returns the logical axes of every leaf of a state; `axes` is a prefix of its tree with PartitionSpecs of axis names, or
+    None.
+    """
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)

@@ -44,12 +44,14 @@ def is_single_accelerator(placement: Placement) -> bool:
 
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
+    """Returns a program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
     return rewritten(closed, lambda eqn, of: _with_fewer_arrays(replace_jaxprs(eqn, of)))
 
 
 def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of a loop that combines its small arrays; other equations, and loops for which it does not pay, alone."""
+    """Returns the equations of a loop that combines its small arrays; other equations, and loops for which it does not pay,
+    alone.
+    """
     if eqn.primitive is not scan_p or eqn.effects:
         return [eqn]
     scan = scan_parts(eqn)
@@ -74,12 +76,12 @@ class SmallArrayPacker:
         self.small = frozenset(small if worth and len(small) >= _FEWEST else ())
 
     def pack(self, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The vector, `()` if there is none, and the other arrays."""
+        """Returns the vector, `()` if there is none, and the other arrays."""
         words = [_as_words(x).ravel() for i, x in enumerate(xs) if i in self.small]
         return jnp.concatenate(words) if words else (), [x for i, x in enumerate(xs) if i not in self.small]
 
     def unpack(self, words: Any, others: Sequence[Any]) -> Iterator[Any]:
-        """The arrays, with the leading dimensions of the vector `[..., N]`."""
+        """Yields the arrays, with the leading dimensions of the vector `[..., N]`."""
         rest, at = iter(others), 0
         for i, array in enumerate(self._arrays):
             if i not in self.small:
@@ -92,7 +94,7 @@ class SmallArrayPacker:
 
 
 def _steps(scan: Scan, given: int) -> int:
-    """The number of steps per loop iteration."""
+    """Returns the number of steps per loop iteration."""
     equations = sum(1 for _ in equations_in(scan.body.jaxpr))
     most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
     return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))

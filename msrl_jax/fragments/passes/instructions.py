@@ -47,11 +47,11 @@ class RunProgram:
     roles: frozenset[str] = frozenset()
 
     def reads(self) -> list[Value]:
-        """All values that it reads."""
+        """Returns all values that it reads."""
         return [*self.inputs, *(b for b, _ in self.writes)]
 
     def makes(self) -> list[Value]:
-        """All values that it makes."""
+        """Returns all values that it makes."""
         return [*self.outputs, *(b for _, b in self.writes)]
 
     def __str__(self) -> str:
@@ -74,11 +74,11 @@ class HostCall:
     outputs: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """All values that it reads."""
+        """Returns all values that it reads."""
         return list(dict.fromkeys(self.inputs))
 
     def makes(self) -> list[Value]:
-        """All values that it makes."""
+        """Returns all values that it makes."""
         return list(self.outputs)
 
     def __str__(self) -> str:
@@ -93,11 +93,11 @@ class Move:
     results: tuple[Value, ...]  # the same values at the other placement
 
     def reads(self) -> list[Value]:
-        """All values that it reads."""
+        """Returns all values that it reads."""
         return list(self.sources)
 
     def makes(self) -> list[Value]:
-        """All values that it makes."""
+        """Returns all values that it makes."""
         return list(self.results)
 
     @property
@@ -127,11 +127,11 @@ class Alloc:
     results: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """All values that it reads."""
+        """Returns all values that it reads."""
         return []
 
     def makes(self) -> list[Value]:
-        """All values that it makes."""
+        """Returns all values that it makes."""
         return list(self.results)
 
     def __str__(self) -> str:
@@ -145,11 +145,11 @@ class Free:
     values: tuple[Value, ...]
 
     def reads(self) -> list[Value]:
-        """All values that it reads."""
+        """Returns all values that it reads."""
         return []
 
     def makes(self) -> list[Value]:
-        """All values that it makes."""
+        """Returns all values that it makes."""
         return []
 
     def __str__(self) -> str:
@@ -178,11 +178,11 @@ class Loop:
     body: tuple["Instruction", ...]
 
     def reads(self) -> list[Value]:
-        """All outer values that it reads."""
+        """Returns all outer values that it reads."""
         return [*(c.init for c in self.carry), *self.consts]
 
     def makes(self) -> list[Value]:
-        """All values that it makes for outer instructions."""
+        """Returns all values that it makes for outer instructions."""
         return [c.result for c in self.carry]
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ class Schedule:
 
 
 def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """All instructions in program order, including those in loops, with their number of executions per iteration."""
+    """Yields all instructions in program order, including those in loops, with their number of executions per iteration."""
     for i in instructions:
         yield i, times
         if isinstance(i, Loop):

@@ -20,7 +20,7 @@ from msrl_jax.fragments.placement import Edge, Layout, Placement
 
 
 def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
-    """The codecs of a layout that pack nothing although their placements are different."""
+    """Returns the codecs of a layout that pack nothing although their placements are different."""
     meshes = {p.name: p.mesh for p in layout.placements}
     used = [packed.edge for packed in graph.packed.values()]
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
@@ -64,7 +64,7 @@ class _Packer:
         region.nodes[:] = self.nodes
 
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
-        """The atom that `readers` read: the unpacked value if it crosses to all of them over an edge with a codec."""
+        """Returns the atom that `readers` read: the unpacked value if it crosses to all of them over an edge with a codec."""
         made = self.part.available_at.get(atom) if isinstance(atom, Var) else None
         if not made or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
             return atom

@@ -15,7 +15,7 @@ def partition(graph: Graph, default: Placement) -> Partition:
 
 
 def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
-    """The partition of a region; `registers` has the carried variables whose homes are given."""
+    """Returns the partition of a region; `registers` has the carried variables whose homes are given."""
     loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
     places = place(region, registers, loops, default)
     carry_placements = [places.home[v] for v in region.carry]

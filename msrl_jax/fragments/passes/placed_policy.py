@@ -13,7 +13,7 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices as a tuple; raises an error if there are none, or if an entry is not a device or appears twice."""
+    """Returns the devices as a tuple; raises an error if there are none, or if an entry is not a device or appears twice."""
     if isinstance(devices, np.ndarray):  # such as the devices of a mesh
         devices = devices.ravel().tolist()
     if not isinstance(devices, Sequence):

@@ -36,7 +36,7 @@ class Partition:
         return [carry_placements[v] if v in carry_placements else self.needed_at[v] for v in self.region.inputs]
 
     def program_placements(self) -> Iterator[Placement]:
-        """The placements of the programs in order, also of those in opened loops."""
+        """Yields the placements of the programs in order, also of those in opened loops."""
         for group in self.groups:
             if group.placement is not None:
                 yield group.placement
@@ -44,7 +44,7 @@ class Partition:
                 yield from self.loops[group.nodes[0]].program_placements()
 
     def result_placements(self, i: int) -> list[Placement]:
-        """The placements that can have the loop's i-th result without an additional transfer, the canonical one first.
+        """Returns the placements that can have the loop's i-th result without an additional transfer, the canonical one first.
 
         A result can be stacked where its rows are made, and where its rows are sent anyway.
         """
@@ -71,7 +71,7 @@ class Places:
     readers: Mapping[Var, Sequence[_Reader]]  # what reads each variable
 
     def needed_at(self, variables: Iterable[Var]) -> list[Placement]:
-        """The placements that read some variables."""
+        """Returns the placements that read some variables."""
         found: dict[Placement, None] = {}
         for reader in (r for v in variables for r in self.readers.get(v, ())):
             if isinstance(reader, Node):
@@ -82,7 +82,7 @@ class Places:
         return list(found)
 
     def made_at(self, node: Node, i: int) -> list[Placement]:
-        """The placements that have a node's i-th result; none if the node is not placed yet."""
+        """Returns the placements that have a node's i-th result; none if the node is not placed yet."""
         return self.loops[node].result_placements(i) if node in self.loops else self.nodes.get(node, [])
 
 
@@ -182,7 +182,7 @@ def _place_what_is_left(
 
 
 def _first_reader(places: Places, region: Region, node: Node) -> Placement | None:
-    """The placement of the first placed node that reads a node's results, directly or through glue, if any."""
+    """Returns the placement of the first placed node that reads a node's results, directly or through glue, if any."""
     reached = set(node.eqn.outvars)
     for reader in region.nodes:
         if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
@@ -219,7 +219,7 @@ def _depth(region: Region) -> dict[Atom, int]:
 
 
 def _readers(region: Region, loops: Mapping[Node, Partition]) -> dict[Var, list[_Reader]]:
-    """The readers of each variable, in program order."""
+    """Returns the readers of each variable, in program order."""
     readers: dict[Var, list[_Reader]] = {}
 
     def read(atom: Atom, reader: _Reader) -> None:

@@ -8,7 +8,9 @@ from msrl_jax.fragments.placement import Placement
 
 
 def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJaxpr:
-    """A program that computes the same, in the form for a placement; warns where a version of XLA computes it wrongly."""
+    """Returns a program that computes the same, in the form for a placement; warns where a version of XLA computes it
+    wrongly.
+    """
     warn_of_known_faults(program, placement.mesh)
     program = apply_xla_workarounds(program, placement.mesh)
     return compacted(program) if is_single_accelerator(placement) else program

@@ -89,7 +89,9 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
 
 def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
-    """A function that computes the results of an equation correctly on several devices; None if the equation itself does."""
+    """Returns a function that computes the results of an equation correctly on several devices; None if the equation itself
+    does.
+    """
     name, p = eqn.primitive.name, eqn.params
     bind = partial(eqn.primitive.bind, **p)
     whole = partial(_whole, mesh)
@@ -123,7 +125,7 @@ def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
 
 
 def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
-    """The results of a loop of length 0: the initial carry, and stacks without rows."""
+    """Returns the results of a loop of length 0: the initial carry, and stacks without rows."""
     _, num_consts, num_carry, _, _ = scan_parts(eqn)
     stacks = [aval(v) for v in eqn.outvars[num_carry:]]
 
@@ -135,7 +137,7 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
 
 
 def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations that update a part of an array by values computed from the same inputs as the array."""
+    """Yields the equations that update a part of an array by values computed from the same inputs as the array."""
     stack, seen = [(jaxpr, False)], set[tuple[int, bool]]()
     while stack:
         current, related = stack.pop()
@@ -154,7 +156,7 @@ def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _one_update(eqn: JaxprEqn) -> Var | None:
-    """The values that an equation writes contiguously into an array, if there are several."""
+    """Returns the values that an equation writes contiguously into an array, if there are several."""
     if eqn.primitive.name == "dynamic_update_slice":
         update = eqn.invars[1]
     elif eqn.primitive.name.startswith("scatter") and aval(eqn.invars[1]).size == aval(eqn.invars[1]).shape[-1]:
@@ -169,19 +171,19 @@ def _is_zero(atom: Atom) -> bool:
 
 
 def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The operands, with the arrays among them behind a barrier."""
+    """Returns the operands, with the arrays among them behind a barrier."""
     arrays = iter(jax.lax.optimization_barrier([x for x in xs if x.ndim]))
     return [next(arrays) if x.ndim else x for x in xs]
 
 
 def _whole(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
-    """An array that is not split along some dimensions."""
+    """Returns an array that is not split along some dimensions."""
     at = NamedSharding(mesh, PartitionSpec(*[None if whole else PartitionSpec.UNCONSTRAINED for whole in dims]))
     return jax.lax.with_sharding_constraint(x, at) if any(dims) else x
 
 
 def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
-    """The dimensions of a convolution's array and kernel that have windows, strides, dilation or padding."""
+    """Returns the dimensions of a convolution's array and kernel that have windows, strides, dilation or padding."""
     p, dims = eqn.params, eqn.params["dimension_numbers"]
     parts = zip(p["window_strides"], p["lhs_dilation"], p["rhs_dilation"], p["padding"], dims.rhs_spec[2:], strict=True)
     kernel = aval(eqn.invars[1]).shape
@@ -191,7 +193,7 @@ def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
 
 
 def _whole_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], whole: Callable[..., jax.Array]) -> list[jax.Array]:
-    """The indices and updates of a scatter, replicated along the dimensions whose updates may have the same target."""
+    """Returns the indices and updates of a scatter, replicated along the dimensions whose updates may have the same target."""
     dims = eqn.params["dimension_numbers"]
     indices, values = updates
     several = [d not in dims.scatter_indices_batching_dims for d in range(indices.ndim - 1)]
@@ -214,7 +216,7 @@ def _pad_then_slice(x: jax.Array, value: jax.Array, config: Sequence[tuple[int, 
 
 
 def _upper_half(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The upper half of the bits of a product of integers."""
+    """Returns the upper half of the bits of a product of integers."""
     bits = jnp.iinfo(x.dtype).bits
     half, low = bits // 2, (1 << bits // 2) - 1
     a, b = x.astype(f"uint{bits}"), y.astype(f"uint{bits}")
@@ -233,7 +235,7 @@ def _bitwise(eqn: JaxprEqn) -> Callable[..., jax.Array]:
 
 
 def _gathered(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
-    """A reduction along axes with an unused second operand. The barrier keeps XLA from removing it."""
+    """Returns a reduction along axes with an unused second operand. The barrier keeps XLA from removing it."""
 
     def reduce(x: jax.Array, start: jax.Array) -> jax.Array:
         none = jnp.zeros((), jnp.int8)

@@ -74,7 +74,7 @@ class _Names:
 
 
 def _delta_codec(value: Value) -> str:
-    """The name of a value's codec, if it sends changes and therefore needs its own Move."""
+    """Returns the name of a value's codec, if it sends changes and therefore needs its own Move."""
     codec = get(value.packed.edge.codec) if value.packed else None
     return codec.name if codec and codec.changes else ""
 
@@ -115,12 +115,12 @@ class _RegionScheduler:
         return value
 
     def source(self, var: Var, placement: Placement) -> Placement:
-        """The placement that supplies a variable to `placement`: one on the same mesh if possible, else the first."""
+        """Returns the placement that supplies a variable to `placement`: one on the same mesh if possible, else the first."""
         made = self.part.available_at.get(var) or self.part.needed_at.get(var) or [placement]
         return next((p for p in made if p.mesh == placement.mesh), made[0])
 
     def value_at(self, atom: Atom, placement: Placement) -> Value:
-        """The value at a placement, moved there if need be."""
+        """Returns the value at a placement, moved there if need be."""
         entry = self.lookup(atom, placement)
         return self.row(entry, placement) if isinstance(entry, _Row) else entry
 
@@ -137,7 +137,7 @@ class _RegionScheduler:
         return found
 
     def value_anywhere(self, atom: Atom) -> Value:
-        """The value at the default placement if it is made there, else at another placement that makes it."""
+        """Returns the value at the default placement if it is made there, else at another placement that makes it."""
         if isinstance(atom, Literal):
             return self.names.literal(atom, self.default)
         return self.value_at(atom, self.source(atom, self.default))
@@ -261,12 +261,12 @@ class _RegionScheduler:
         self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
 
     def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
-        """The stacked results of a loop that are read: (result, row in the body, placement)."""
+        """Returns the stacked results of a loop that are read: (result, row in the body, placement)."""
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in one_per_mesh(p for v, p in self._read_from if v is var)]
 
     def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> "_Buffer":
-        """The buffer of the stacked result `var`, whose rows are `atom` in the body."""
+        """Returns the buffer of the stacked result `var`, whose rows are `atom` in the body."""
         label = self.names.labels.get(var, "")
         init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):

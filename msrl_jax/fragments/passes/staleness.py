@@ -37,7 +37,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
         return learned[at]
 
     def delayed(atom: Atom, at: Placement) -> Atom:
-        """The atom to read at placement `at` instead of `atom`."""
+        """Returns the atom to read at placement `at` instead of `atom`."""
         if not isinstance(atom, Var):
             return atom
         if atom in next_value and isinstance(out := next_value[atom], Var) and out in learned_at(at):

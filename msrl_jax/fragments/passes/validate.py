@@ -110,7 +110,7 @@ def check_disjoint_learners(graph: Graph) -> None:
 def _reached(
     starts: Mapping[Var, int], nodes: Iterable[Node], ends_of: Callable[[JaxprEqn], tuple[Sequence[Atom], Sequence[Atom]]]
 ) -> dict[Var, int]:
-    """The starts from which a path of values of one type leads to each variable, as bits of an integer."""
+    """Returns the starts from which a path of values of one type leads to each variable, as bits of an integer."""
     reached = defaultdict(int, starts)
     for node in nodes:
         entries, exits = ends_of(node.eqn)

@@ -40,7 +40,7 @@ class FragmentPlan:
 
 
 def flops(jaxpr: Jaxpr, platform: str) -> int:
-    """The floating-point operations of a jaxpr: 2 per multiply-add of a product, 1 per element of other results.
+    """Returns the floating-point operations of a jaxpr: 2 per multiply-add of a product, 1 per element of other results.
 
     The body of a loop counts once per repetition (of a `while`, once), a `cond` as its most expensive branch, or as the branch
     for the platform, such as "cpu", if it has platform-dependent branches; a `shard_map` on all devices.
@@ -88,7 +88,7 @@ class _Counter:
 
 
 def _eqn_flops(eqn: JaxprEqn) -> int | None:
-    """The operations of an equation whose count follows from its primitive; None for others."""
+    """Returns the operations of an equation whose count follows from its primitive; None for others."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -136,6 +136,6 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 
 def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
-    """The fragments of a jaxpr in program order, nested ones after the enclosing fragment."""
+    """Returns the fragments of a jaxpr in program order, nested ones after the enclosing fragment."""
     platform = layout.placements[0].devices[0].platform
     return _Counter(platform, layout).fragments(jaxpr)

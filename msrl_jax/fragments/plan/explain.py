@@ -137,7 +137,7 @@ def _program(
 
 
 def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
-    """The values that a Move carries; the arrays of one packed value are one entry."""
+    """Yields the values that a Move carries; the arrays of one packed value are one entry."""
     values: dict[object, list[Value]] = {}
     for result in move.results:
         values.setdefault(result.packed or result, []).append(result)
@@ -307,12 +307,12 @@ def warn_of_idle(placed: PlacedPolicy) -> str | None:
 
 
 def _num_envs(placed: PlacedPolicy) -> int:
-    """The size of the axis "env" if there is one and all leaves agree on it; else 0."""
+    """Returns the size of the axis "env" if there is one and all leaves agree on it; else 0."""
     return placed.sizes["env"] if len({size for _, size in placed.leaves.get("env", ())}) == 1 else 0
 
 
 def _sizes(placed: PlacedPolicy) -> Iterator[str]:
-    """The nearest numbers of environments, below and above, that leave no device idle."""
+    """Yields the nearest numbers of environments, below and above, that leave no device idle."""
     now = _num_envs(placed)
     reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
@@ -321,7 +321,9 @@ def _sizes(placed: PlacedPolicy) -> Iterator[str]:
 
 
 def _parameters(placed: PlacedPolicy) -> list[str]:
-    """The policy with one number of devices changed; if no change helps, also with its other optional numbers set to None."""
+    """Yields the policy with one number of devices changed; if no change helps, also with its other optional numbers set to
+    None.
+    """
     policy: Any = placed.policy
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
         return []
@@ -341,7 +343,7 @@ def _parameters(placed: PlacedPolicy) -> list[str]:
 
 
 def _first(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
-    """The first number that leaves no device idle, as text."""
+    """Yields the first number that leaves no device idle, as text."""
     for n in numbers:
         try:
             placed = make(n)

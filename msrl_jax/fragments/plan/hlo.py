@@ -90,11 +90,11 @@ class Module:
                 current[name] = HloInstruction(name, kind, shape, rest, bool(root), line)
 
     def instructions(self, computation: str) -> list[HloInstruction]:
-        """The instructions of a computation; none if the text has no such computation."""
+        """Returns the instructions of a computation; none if the text has no such computation."""
         return list(self.computations.get(computation, {}).values())
 
     def root(self, computation: str) -> str:
-        """The name of the value of a computation."""
+        """Returns the name of the value of a computation."""
         return next((x.name for x in self.instructions(computation) if x.is_root), "")
 
     def trip_count(self, loop: HloInstruction, around: str) -> int | None:
@@ -112,7 +112,9 @@ class Module:
         return int(counts[2]) if from_zero and by_one else None
 
     def _value(self, computation: str, name: str, number: int | None = None) -> str:
-        """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has none."""
+        """Returns a value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has
+        none.
+        """
         made = self.computations.get(computation, {}).get(name)
         if made is None:
             return ""
@@ -136,7 +138,7 @@ def module_of(compiled: jax.stages.Compiled) -> Module:
 
 
 def nbytes_of(shape: str) -> int:
-    """The bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
+    """Returns the bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
     return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
@@ -192,7 +194,7 @@ def collectives(module: Module) -> CollectiveReport:
 
 
 def _result(shape: str) -> str:
-    """The result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
+    """Returns the result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape
     depth, commas = 0, []
@@ -213,7 +215,7 @@ class Operation(NamedTuple):
 
 
 def operations(module: Module, fragments: Collection[str]) -> dict[str, Operation]:
-    """The operations of a program by their names.
+    """Returns the operations of a program by their names.
 
     One without a name of JAX is of the fragment of what it fuses, else of the loop that it is in.
 
@@ -239,7 +241,7 @@ def operations(module: Module, fragments: Collection[str]) -> dict[str, Operatio
 
 
 def _of(module: Module, find: Callable[[HloInstruction], str | None], made: HloInstruction) -> str | None:
-    """The fragment of an instruction: as its own name says, or for a fusion, the last of its parts that has one."""
+    """Returns the fragment of an instruction: as its own name says, or for a fusion, the last of its parts that has one."""
     if (own := find(made)) is not None or made.kind != "fusion":
         return own
     parts = (find(inner) for part in made.called for inner in module.instructions(part))
@@ -260,6 +262,6 @@ def fragment_finder(fragments: Collection[str]) -> Callable[[HloInstruction], st
 
 
 def _as_written(name: str) -> str:
-    """A name in XLA's quoting: non-ASCII bytes in octal."""
+    """Returns a name in XLA's quoting: non-ASCII bytes in octal."""
     quoted = name.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(c if c.isascii() else "".join(f"\\{byte:03o}" for byte in c.encode()) for c in quoted)

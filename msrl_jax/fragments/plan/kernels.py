@@ -116,12 +116,12 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
 
 
 def per_iteration(found: Iterable[Launches]) -> tuple[Launches, ...]:
-    """The launches of one repetition of the outermost loops, without the surrounding code."""
+    """Returns the launches of one repetition of the outermost loops, without the surrounding code."""
     return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
 
 
 def roofline_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
-    """A lower bound on a device's time per iteration; None if the device is unknown.
+    """Returns a lower bound on a device's time per iteration; None if the device is unknown.
 
     Args:
       device_kind: JAX's name of the device.
@@ -146,7 +146,7 @@ def _column(kind: str) -> str:
 
 
 def _moved(module: Module, computation: str, made: HloInstruction) -> int:
-    """The bytes that an instruction of a computation reads and writes."""
+    """Returns the bytes that an instruction of a computation reads and writes."""
     if made.kind != "fusion":
         return _of_one(made, module.computations[computation])
     inside = made.called[0]
@@ -165,7 +165,7 @@ def _of_one(instruction: HloInstruction, made: Mapping[str, HloInstruction]) -> 
 
 
 def _read(name: str, body: Mapping[str, HloInstruction]) -> int:
-    """The bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
+    """Returns the bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
     total = 0
     for user, place in _uses(name, body):
         if user.kind in _SLICES and place == 0:
@@ -185,7 +185,7 @@ def _uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloIn
 
 
 def _written(name: str, body: Mapping[str, HloInstruction]) -> int:
-    """The bytes that a fusion writes: an update, where its result is an array that it updates in place."""
+    """Returns the bytes that a fusion writes: an update, where its result is an array that it updates in place."""
     made = body.get(name)
     if made is None:
         return 0

@@ -113,7 +113,7 @@ def plan_svg(plan: Plan) -> str:
 
 
 def page_of(plans: Sequence[Plan], title: str) -> str:
-    """A self-contained page with plans next to each other, each followed by its text."""
+    """Returns a self-contained page with plans next to each other, each followed by its text."""
     figures = [
         f"<figure>{plan_svg(plan)}<figcaption><details><summary>as text</summary><pre>{escape(str(plan))}</pre></details>"
         "</figcaption></figure>"
@@ -123,7 +123,7 @@ def page_of(plans: Sequence[Plan], title: str) -> str:
 
 
 def _legend(plan: Plan, width: int) -> list[str]:
-    """The legend of roles, at the upper right."""
+    """Returns the legend of roles, at the upper right."""
     parts, x = list[str](), width - _MARGIN
     for role in sorted({f.role for f in plan.fragments}, reverse=True):
         parts.append(_text(x, 28, role, 100, "dim right"))
@@ -134,7 +134,7 @@ def _legend(plan: Plan, width: int) -> list[str]:
 
 
 def _about(plan: Plan, name: str) -> list[str]:
-    """The description of a placement."""
+    """Returns the description of a placement."""
     traffic = {"arrive": plan.bytes_arriving[name], "in collectives": plan.bytes_of_collectives[name]}
     lines = [_some(plan.placements[name]), f"{size(plan.memory[name])} of memory on each"]
     if any(traffic.values()):
@@ -182,7 +182,7 @@ def _boxes(plan: Plan, top: int) -> list[_Box]:
 
 
 def _inside(plan: Plan, program: ProgramPlan) -> Iterable[int]:
-    """The indices of the fragments of a program, including nested ones."""
+    """Yields the indices of the fragments of a program, including nested ones."""
     names, depth = set(program.name.split("+")), None
     for k, fragment in enumerate(plan.fragments):
         if depth is not None and fragment.depth > depth:
@@ -202,7 +202,7 @@ def _rows(plan: Plan, places: Sequence[int]) -> list[_Row]:
 
 
 def _loop_of(plan: Plan, program: str) -> LoopPlan | None:
-    """The host-controlled loop that contains a program, if any."""
+    """Returns the host-controlled loop that contains a program, if any."""
     names = set(program.split("+"))
     return next((loop for loop in plan.loops if names <= set(loop.fragments)), None)
 
@@ -228,7 +228,7 @@ def _box(box: _Box, x: int) -> list[str]:
 
 
 def _loops(plan: Plan, boxes: Sequence[_Box], lanes: dict[str, int]) -> list[str]:
-    """A dashed frame around the programs of each loop controlled by the host."""
+    """Returns a dashed frame around the programs of each loop controlled by the host."""
     parts = []
     for loop in plan.loops:
         if own := [box for box in boxes if box.name and box.kind == "program" and _loop_of(plan, box.name) is loop]:
@@ -265,7 +265,7 @@ def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 
 def _text(x: float, y: float, text: str, space: float, kind: str = "", whole: str = "") -> str:
-    """A line of text, truncated in the middle if it is too wide; the tooltip has the full text."""
+    """Returns a line of text, truncated in the middle if it is too wide; the tooltip has the full text."""
     most = max(int(space / (_LETTER * (1.3 if kind == "title" else 1))), 4)
     shown = text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
     whole = whole or text
@@ -274,6 +274,6 @@ def _text(x: float, y: float, text: str, space: float, kind: str = "", whole: st
 
 
 def _group(kind: str, name: str, parts: Iterable[str], **about: str) -> str:
-    """An SVG group for an item of the plan, with its name."""
+    """Returns an SVG group for an item of the plan, with its name."""
     data = "".join(f' data-{key}="{escape(value)}"' for key, value in {kind: name, **about}.items())
     return f"<g{data}>{''.join(parts)}</g>"

@@ -165,19 +165,19 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain Python data for JSON."""
+        """Returns the plan as plain Python data for JSON."""
         totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
         totals += ("launches",)
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
-        """The plan as tables that fit the terminal; arrays of one subtree with the same transfers share a row."""
+        """Returns the plan as tables that fit the terminal; arrays of one subtree with the same transfers share a row."""
         return table_of(self)
 
     def svg(self) -> str:
-        """The plan as an `<svg>` element: placements are lanes, programs are boxes, transfers are arrows."""
+        """Returns the plan as an `<svg>` element: placements are lanes, programs are boxes, transfers are arrows."""
         return plan_svg(self)
 
     def _repr_html_(self) -> str:
-        """The picture, for notebooks."""
+        """Returns the picture, for notebooks."""
         return plan_svg(self)

@@ -12,12 +12,12 @@ Crossing: TypeAlias = Any
 
 
 def size(nbytes: int) -> str:
-    """A readable number of bytes, such as `1.5 KiB`."""
+    """Returns a readable number of bytes, such as `1.5 KiB`."""
     return _readable(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def count(number: int) -> str:
-    """A readable number, such as `1.5M`."""
+    """Returns a readable number, such as `1.5M`."""
     return _readable(number, 1000, ("", "k", "M", "G", "T"))
 
 
@@ -39,7 +39,7 @@ _PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
 
 
 def subtree(path: str) -> str:
-    """The subtree that an array is reported under: `state.params` for `state.params['layer']['bias']`."""
+    """Returns the subtree that an array is reported under: `state.params` for `state.params['layer']['bias']`."""
     match = _PATH.fullmatch(path)
     return match[1] + match[3] if match else path
 
@@ -71,7 +71,7 @@ def _crossing_row(name: str, leaves: Sequence[Crossing]) -> list[str]:
 
 
 def _some(devices: Sequence[str]) -> str:
-    """The names of devices, or only the first and the last if there are many."""
+    """Returns the names of devices, or only the first and the last if there are many."""
     return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
 
 
@@ -107,7 +107,7 @@ def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
 
 
 def table_of(plan: Plan) -> str:
-    """The tables of a plan."""
+    """Returns the tables of a plan."""
     where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
     where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"

@@ -105,7 +105,7 @@ def plan_devices(spec: str) -> list[Device]:
 
 
 def cpus_of(spec: str) -> int:
-    """The number of CPU devices in a spec; 0 for other or invalid specs."""
+    """Returns the number of CPU devices in a spec; 0 for other or invalid specs."""
     match = re.fullmatch(r"cpu:(\d{1,5})", spec.lower())
     return int(match[1]) if match else 0
 
@@ -160,7 +160,7 @@ def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
 
 
 def gpu_topology(kind: str, hosts: int = 1, count: int = 1) -> dict[str, str]:
-    """The arguments of `jax.experimental.topologies.get_topology_desc` for GPUs: `kind` is "h100" or "a100"."""
+    """Returns the arguments of `jax.experimental.topologies.get_topology_desc` for GPUs: `kind` is "h100" or "a100"."""
     return {"platform": "cuda", "target_config": _GPU_CONFIG.format(**_GPUS[kind]), "topology": f"1x{hosts}x{count}"}
 
 

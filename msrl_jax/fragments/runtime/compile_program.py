@@ -93,7 +93,7 @@ def _compile_once(
 
 
 def _reusable(run: RunProgram, known: Shardings, out: Sequence[NamedSharding | None]) -> Iterator[int]:
-    """The donated inputs for which there is a result of the same size on each device."""
+    """Yields the donated inputs for which there is a result of the same size on each device."""
     room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(run.outputs, out, strict=False)]
     open_choice = None in out
     for k in run.donated:
@@ -108,7 +108,9 @@ def _reusable(run: RunProgram, known: Shardings, out: Sequence[NamedSharding | N
 def _wrong_results(
     chosen: Shardings, known: Shardings, same_as: Mapping[Value, Value], to_shards: Set[Value]
 ) -> dict[Value, NamedSharding]:
-    """The shardings to prescribe for results that XLA sharded differently than needed; `chosen` is None if inexpressible."""
+    """Returns the shardings to prescribe for results that XLA sharded differently than needed; `chosen` is None if
+    inexpressible.
+    """
     wrong: dict[Value, NamedSharding] = {}
     for v, at in chosen.items():
         replaced = known[same_as[v]] if v in same_as else None
@@ -124,7 +126,7 @@ def _wrong_results(
 
 
 def body(run: RunProgram) -> Callable[..., Any]:
-    """The function that a RunProgram compiles: reads its rows, evaluates its jaxpr, writes its rows."""
+    """Returns the function that a RunProgram compiles: reads its rows, evaluates its jaxpr, writes its rows."""
     evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
 
     def fn(*args: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ _AXIS = "devices"
 
 
 def blocks(sharding: NamedSharding, shape: Sequence[int]) -> dict[Device, Block]:
-    """The block of an array that each device of a sharding holds."""
+    """Returns the block of an array that each device of a sharding holds."""
     indices = sharding.devices_indices_map(tuple(shape))
     return {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in indices.items()}
 
@@ -70,7 +70,7 @@ def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) ->
 
 
 def _round(wanted: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapping[Device, bool]]) -> list[Hop]:
-    """The first hops that fit into one round, among those that bring parts to the devices that need them."""
+    """Returns the first hops that fit into one round, among those that bring parts to the devices that need them."""
     size = _size(wanted[0][1])
     senders: set[Device] = set()
     receivers: set[Device] = set()
@@ -90,7 +90,7 @@ def _round(wanted: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mappi
 
 
 def _common(a: Block, b: Block) -> Block | None:
-    """The intersection of two blocks; None if it is empty."""
+    """Returns the intersection of two blocks; None if it is empty."""
     part = tuple((max(low, low_b), min(high, high_b)) for (low, high), (low_b, high_b) in zip(a, b, strict=True))
     return part if all(low < high for low, high in part) else None
 
@@ -146,7 +146,7 @@ def _legs(
 
 
 def _at(table: Sequence[Any], me: jax.Array) -> Any:
-    """The device's entry of a table; a constant if all entries are equal."""
+    """Returns the device's entry of a table; a constant if all entries are equal."""
     return table[0] if len(set(table)) == 1 else jnp.asarray(table)[me]
 
 
@@ -238,7 +238,7 @@ def _split(devices: Sequence[Device]) -> NamedSharding:
 
 
 def _joined(size: Sequence[int], count: int) -> tuple[int, ...]:
-    """The shape of an array whose blocks on `count` devices have the shape `size`."""
+    """Returns the shape of an array whose blocks on `count` devices have the shape `size`."""
     return count * size[0], *size[1:]
 
 
@@ -303,7 +303,7 @@ class MeshCrossing:
 
 
 def _to_wire(x: Any) -> Any:
-    """An array as it is sent: with a dimension to concatenate along, and elements of whole bytes."""
+    """Returns an array as it is sent: with a dimension to concatenate along, and elements of whole bytes."""
     if is_key(x):
         x = jax.random.key_data(x)
     elif x.dtype.name in SMALLER_THAN_A_BYTE:
@@ -316,7 +316,7 @@ def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None)
 
 
 def key_impl(aval: jax.ShapeDtypeStruct) -> Any:
-    """The generator of typed keys; None for other arrays."""
+    """Returns the generator of typed keys; None for other arrays."""
     if not is_key(aval):
         return None
     found: list[Any] = []

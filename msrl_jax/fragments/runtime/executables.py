@@ -81,7 +81,7 @@ class Executables:
     _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, compiled: jax.stages.Compiled) -> Callable[..., Any]:
-        """The function to call for running an executable."""
+        """Returns the function to call for running an executable."""
         return self._by_jit.get(compiled, compiled)
 
     def compile(self, request: Request) -> jax.stages.Compiled:
@@ -125,7 +125,7 @@ class Executables:
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
-    """The compiler's error with a remedy, if one is known; otherwise the error itself."""
+    """Returns the compiler's error with a remedy, if one is known; otherwise the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
             f"{name} has ordered effects, which JAX keeps in order only on one device, but runs on {len(devices)} devices: "
@@ -164,12 +164,12 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
 
 
 def replicated(value: Value) -> NamedSharding:
-    """The sharding that replicates a value over its placement."""
+    """Returns the sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())
 
 
 def argument(value: Value, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """A value as an argument of a request."""
+    """Returns a value as an argument of a request."""
     return jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding, weak_type=value.aval.weak_type)
 
 

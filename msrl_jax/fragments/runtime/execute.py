@@ -141,7 +141,7 @@ class Executor:
         return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> ExecutableCall:
-        """The function that runs a program, throttled to the pace of its devices."""
+        """Returns the function that runs a program, throttled to the pace of its devices."""
         call = self._around(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
@@ -278,7 +278,7 @@ def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.
 
 
 def waiting() -> Any:
-    """A context for the host's waiting for devices, which names it in `jax.profiler` traces."""
+    """Returns a context for the host's waiting for devices, which names it in `jax.profiler` traces."""
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 

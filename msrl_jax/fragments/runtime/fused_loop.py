@@ -64,7 +64,7 @@ class FusedLoop:
         self.executables.begin(self._request(most, True, [None] * len(self.metrics)))
 
     def compile(self, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
-        """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
+        """Returns the program of up to `most` iterations, whose number is its first argument; of one iteration if None.
 
         A run therefore computes the same bits in chunks of any length, and a chunk of another length needs no other program.
         The program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, the metrics have a

@@ -37,7 +37,7 @@ class HostLoop:
             self._is_lowered = True
 
     def executor(self) -> Executor:
-        """The executor; raises ValueError if a program exceeds the memory of its devices."""
+        """Returns the executor; raises ValueError if a program exceeds the memory of its devices."""
         if self._executor is None:
             self.lower()
             for i, _ in walk(self.schedule.body):
@@ -47,7 +47,7 @@ class HostLoop:
         return self._executor
 
     def programs(self) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
-        """The instructions that run XLA programs, each with its program, and transfers with theirs."""
+        """Yields the instructions that run XLA programs, each with its program, and transfers with theirs."""
         self.lower()
         for i, _ in walk(self.schedule.body):
             if i in self._executables.compiled:

@@ -40,7 +40,7 @@ class HostFuture:
 
 
 def resolved(x: Any) -> Any:
-    """An array, or the result of a `HostFuture` if it is available."""
+    """Returns an array, or the result of a `HostFuture` if it is available."""
     return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
 
 

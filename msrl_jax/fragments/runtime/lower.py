@@ -144,7 +144,7 @@ def _lower_loop(
 
 
 def _resharded(value: Value, at: NamedSharding, into: list[Instruction], known: _Known) -> Value:
-    """The value with the sharding `at`: itself, or a copy that replaces it, appended to `into`."""
+    """Returns the value with the sharding `at`: itself, or a copy that replaces it, appended to `into`."""
     shardings = known.shardings
     if is_same(at, shardings[value] or at, value):
         shardings[value] = shardings[value] or at

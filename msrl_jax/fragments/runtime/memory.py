@@ -37,12 +37,13 @@ def planning_for(devices: Sequence[Any]) -> Iterator[None]:
 
 
 def own_devices() -> Sequence[Any]:
-    """The devices of this process, or the planned ones."""
+    """Returns the devices of this process, or the planned ones."""
     return _PLANNED_FOR.get() or jax.local_devices()
 
 
 def device_memory(devices: Sequence[Any]) -> int | None:
-    """The bytes available to arrays that are split evenly over devices: the smallest memory times the number of devices.
+    """Returns the bytes available to arrays that are split evenly over devices: the smallest memory times the number of
+    devices.
 
     If a device reports no limit, like CPUs, the host's memory; None for a planned device of unknown kind.
     """
@@ -58,7 +59,7 @@ def device_memory(devices: Sequence[Any]) -> int | None:
 
 
 def host_memory() -> int:
-    """The bytes that this process may use: the machine's memory, or less if its container has less."""
+    """Returns the bytes that this process may use: the machine's memory, or less if its container has less."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits_of_container())
 
 
@@ -74,7 +75,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def _limits_of_container(root: Path = Path("/")) -> list[int]:
-    """The memory limits of this process's cgroup and of those around it; empty if there are none."""
+    """Returns the memory limits of this process's cgroup and of those around it; empty if there are none."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,12 +93,14 @@ def _limits_of_container(root: Path = Path("/")) -> list[int]:
 
 
 def array_bytes(aval: Any) -> int:
-    """The bytes of anything with a shape and a dtype, including typed PRNG keys (8 per threefry key, 16 per rbg key)."""
+    """Returns the bytes of anything with a shape and a dtype, including typed PRNG keys (8 per threefry key, 16 per rbg
+    key).
+    """
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
-    """The devices whose common memory is exceeded, the bytes taken and the limit; None if there are none."""
+    """Returns the devices whose common memory is exceeded, the bytes taken and the limit; None if there are none."""
     for devices in sharing_memory(taken):
         total, limit = sum(taken[d] for d in devices), device_memory(devices)
         if limit is not None and total > limit:
@@ -113,7 +116,7 @@ def sharing_memory(devices: Iterable[Device]) -> list[list[Device]]:
 
 
 def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """The bytes that a program needs on each of its devices: arguments, results and temporary arrays."""
+    """Returns the bytes that a program needs on each of its devices: arguments, results and temporary arrays."""
     memory = compiled.memory_analysis()
     kept = sum(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp"))
     return kept - getattr(memory, "alias_size_in_bytes", 0)

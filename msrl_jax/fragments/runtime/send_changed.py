@@ -70,7 +70,7 @@ def changes_of(move: Move) -> Changes | None:
 
 
 def label_of(value: Value) -> str:
-    """The name of an array, or of the value that is packed into it."""
+    """Returns the name of an array, or of the value that is packed into it."""
     return value.packed.label if value.packed else value.label
 
 

@@ -14,7 +14,7 @@ Shardings: TypeAlias = dict[Value, NamedSharding | None]
 
 
 def declared_axes(schedule: Schedule, axes: Sequence[PartitionSpec]) -> dict[Value, PartitionSpec]:
-    """The logical axes of the state's leaves, and of the same values in loops and at other placements."""
+    """Returns the logical axes of the state's leaves, and of the same values in loops and at other placements."""
     found = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     for i, _ in walk(schedule.body):
         pairs: Iterable[tuple[Value, Value]] = ()
@@ -29,7 +29,7 @@ def declared_axes(schedule: Schedule, axes: Sequence[PartitionSpec]) -> dict[Val
 def moved_sharding(
     source: Value, result: Value, shardings: Shardings, axes: Mapping[Value, PartitionSpec]
 ) -> NamedSharding | None:
-    """The sharding of a Move's result, which splits the same logical axes as the source; None if its reader chooses."""
+    """Returns the sharding of a Move's result, which splits the same logical axes as the source; None if its reader chooses."""
     if source in axes:
         return result.placement.sharding(axes[source], result.aval.shape)
     if result.placement.mesh.size == 1:
@@ -51,7 +51,7 @@ def sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
 
 
 def scattered(value: Value) -> NamedSharding:
-    """The sharding that splits an array over all devices of its placement, along its largest dimension."""
+    """Returns the sharding that splits an array over all devices of its placement, along its largest dimension."""
     axis = str(value.placement.mesh.axis_names[0])
     return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
 

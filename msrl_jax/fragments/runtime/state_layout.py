@@ -97,19 +97,19 @@ class StateLayout:
         return put([*flat, *(state.registers if delayed else (flat[i] for i in self._of_registers()))], self.copies, copy)
 
     def initialize(self, init: Callable[..., Any], args: Sequence[Any], executables: Executables) -> Leaves:
-        """The leaves of the state that an initializer makes; large ones are computed where the program keeps them."""
+        """Returns the leaves of the state that an initializer makes; large ones are computed where the program keeps them."""
         with executables.timed():
             closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
         self._expected.check_tree(jax.tree.structure(shapes))
         return initialize(closed, jax.tree.leaves(args), self.copies, self._of_registers(), executables.evaluate)
 
     def unflatten(self, leaves: Leaves) -> Any:
-        """The state with these leaves; a `Delayed` if the policy has staleness."""
+        """Returns the state with these leaves; a `Delayed` if the policy has staleness."""
         flat = [copies[0] for copies in leaves]
         count = self._tree.num_leaves
         state = jax.tree.unflatten(self._tree, flat[:count])
         return Delayed(state, tuple(flat[count:])) if self.staleness else state
 
     def _of_registers(self) -> list[int]:
-        """The position of the leaf of each register."""
+        """Returns the position of the leaf of each register."""
         return [i for i in self._delayed for _ in range(self.staleness)]

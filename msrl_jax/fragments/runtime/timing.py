@@ -79,7 +79,7 @@ def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, 
 
 
 def time_chunks(run: Callable[[Leaves], Leaves], leaves: Leaves) -> float:
-    """The median time of a function of the state in seconds, over three calls after a warm-up call."""
+    """Returns the median time of a function of the state in seconds, over three calls after a warm-up call."""
     times = []
     for _ in range(4):
         start = time.perf_counter()

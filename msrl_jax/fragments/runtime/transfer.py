@@ -37,12 +37,12 @@ def is_global(x: Any) -> bool:
 
 
 def owners(*shardings: NamedSharding) -> set[int]:
-    """The processes that own devices of shardings."""
+    """Returns the processes that own devices of shardings."""
     return {d.process_index for sharding in shardings for d in sharding.device_set}
 
 
 def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array with this shape and dtype, as seen by a process that owns none of its devices."""
+    """Returns a global array with this shape and dtype, as seen by a process that owns none of its devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
@@ -77,7 +77,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
 def crossing(
     kinds: tuple[tuple[tuple[int, ...], Any], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> MeshCrossing:
-    """The crossing of arrays with these shapes and dtypes; equal ones are compiled once."""
+    """Returns the crossing of arrays with these shapes and dtypes; equal ones are compiled once."""
     return MeshCrossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
 
 
@@ -135,7 +135,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
 
 
 def first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
-    """The first device, by process and number, that has each block."""
+    """Returns the first device, by process and number, that has each block."""
     first: dict[Block, Device] = {}
     for device in sorted(held, key=lambda d: (d.process_index, d.id)):
         first.setdefault(held[device], device)
@@ -147,7 +147,7 @@ def _nbytes(array: np.ndarray, block: Block) -> int:
 
 
 def _allgather_bytes(data: np.ndarray, length: int) -> np.ndarray:
-    """The bytes of every process, `[processes, length]`; sizes are rounded up, so that few collectives are compiled."""
+    """Returns the bytes of every process, `[processes, length]`; sizes are rounded up, so that few collectives are compiled."""
     parts = [np.empty((jax.process_count(), 0), np.uint8)]
     for start in range(0, length, _AT_ONCE):
         part = data[start : start + _AT_ONCE]

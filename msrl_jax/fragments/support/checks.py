@@ -57,7 +57,7 @@ _LONGEST = 100  # maximum number of characters of a value in a message
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: its repr on one line, truncated if it is long."""
+    """Returns a value as messages show it: its repr on one line, truncated if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 

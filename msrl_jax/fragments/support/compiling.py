@@ -67,7 +67,7 @@ def use_cpu_devices(count: int | None) -> None:
 
 
 def user_folder() -> Path:
-    """The folder for compiled programs among the user's caches; raises RuntimeError if the user has no home folder."""
+    """Returns the folder for compiled programs among the user's caches; raises RuntimeError if the user has no home folder."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "msrl-jax" / "programs"
     cache = os.environ.get("XDG_CACHE_HOME", "")

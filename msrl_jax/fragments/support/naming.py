@@ -125,7 +125,9 @@ def makes(value: Any, fits: Callable[[type], bool]) -> bool:
 
 
 def paths() -> str:
-    """A `PYTHONPATH` for child processes that finds what this one finds; Python's option `-P` excludes its directory."""
+    """Returns a `PYTHONPATH` for child processes that finds what this one finds; Python's option `-P` excludes its
+    directory.
+    """
     found = [path for path in sys.path if path]
     if "" in sys.path:
         with contextlib.suppress(FileNotFoundError):
@@ -134,7 +136,7 @@ def paths() -> str:
 
 
 def _called(value: Any) -> Any:
-    """The class or function that calling an object runs: that of a `partial`, or a method `__call__`."""
+    """Returns the class or function that calling an object runs: that of a `partial`, or a method `__call__`."""
     while isinstance(value, functools.partial):
         value = value.func
     is_object = callable(value) and not isinstance(value, type) and not inspect.isroutine(inspect.unwrap(value))
@@ -142,7 +144,7 @@ def _called(value: Any) -> Any:
 
 
 def _returned(called: Any) -> Any:
-    """The return annotation of a function; None if there is none, or if its module lacks that name."""
+    """Returns the return annotation of a function; None if there is none, or if its module lacks that name."""
     function: Any = inspect.unwrap(called)
     written = getattr(function, "__annotations__", {})
     with contextlib.suppress(Exception):  # a string annotation may be any expression

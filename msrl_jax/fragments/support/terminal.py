@@ -12,14 +12,14 @@ def _width() -> int:
 
 
 def significant(value: float) -> str:
-    """A number as text: three significant digits, or all digits before the point."""
+    """Returns a number as text: three significant digits, or all digits before the point."""
     if value == 0 or not math.isfinite(value) or abs(value) >= 999.5:
         return f"{value + 0.0:.0f}"
     return f"{value:#.3g}".rstrip(".")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """The lines of a table that fits the terminal, indented; if numbers do not fit, each row becomes a paragraph."""
+    """Returns the lines of a table that fits the terminal, indented; if numbers do not fit, each row becomes a paragraph."""
     from rich.console import Console  # a slow import
     from rich.table import Table
     from rich.text import Text
@@ -47,5 +47,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
-    """The lines of a paragraph that fits the terminal; `first` and `rest` are the prefixes of the first and of other lines."""
+    """Returns the lines of a paragraph that fits the terminal; `first` and `rest` are the prefixes of the first and of other
+    lines.
+    """
     return textwrap.wrap(text, max(_width(), 20), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

@@ -16,7 +16,7 @@ from msrl_jax.fragments.support.checks import suggestion
 
 
 def parts_of(kind: Any) -> tuple[Any, ...]:
-    """The members of a union of types; another type alone."""
+    """Returns the members of a union of types; another type alone."""
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
@@ -108,13 +108,13 @@ def _argument(node: ast.expr) -> Any:
 
 
 def write_argument(value: Any) -> str:
-    """The text of an argument: a literal, a word or a call."""
+    """Returns the text of an argument: a literal, a word or a call."""
     is_deferred = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
     return str(value) if is_deferred or isinstance(value, Call) else repr(value)
 
 
 def write_call(name: str, kwargs: Mapping[str, str], *, nested: bool = False) -> str:
-    """The text that `read_call` parses as this call; arguments are already text."""
+    """Returns the text that `read_call` parses as this call; arguments are already text."""
     arguments = ",".join(f"{key}={value}" for key, value in kwargs.items())
     if nested:
         return f"{name}({arguments})"
@@ -148,7 +148,7 @@ def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[st
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are not in quotes or brackets."""
+    """Returns the parts between commas that are not in quotes or brackets."""
     parts, depth, quote = [""], 0, ""
     for c in text:
         if c == "," and not depth and not quote:
@@ -163,7 +163,7 @@ def _split(text: str) -> list[str]:
 
 
 def split_specs(text: str) -> list[str]:
-    """The values in `"NAME:key=value,key=value,NAME"`: a comma before `key=` does not separate them."""
+    """Returns the values in `"NAME:key=value,key=value,NAME"`: a comma before `key=` does not separate them."""
     found: list[str] = []
     for part in _split(text):
         if found and re.match(r"\s*[^\W\d][\w.]*\s*=", part):
@@ -179,7 +179,7 @@ def read_value(what: str, text: str, calls: Calls, *, wrong: str) -> Any:
 
 
 def _called(what: str, value: Any, calls: Calls | None) -> Any:
-    """A value with the results of calls in it; they are text if there are no `calls`."""
+    """Returns a value with the results of calls in it; they are text if there are no `calls`."""
     if isinstance(value, dict):
         return {key: _called(what, x, calls) for key, x in value.items()}
     if calls and isinstance(value, str) and ":" in value:
