@@ -67,22 +67,22 @@ def made(groups: int, staleness: int, workers: int, path: str) -> tuple[msrl.Pro
     Returns:
       The program, for two devices, and its first state.
     """
-    env = msrl.envs.GymnasiumEnvironment(functools.partial(Slowed, path), "slowed", num_workers=workers // groups)
+    env: Any = msrl.envs.GymnasiumEnvironment(functools.partial(Slowed, path), "slowed", num_workers=workers // groups)
     venvs = [msrl.envs.vectorize(env, NUM_ENVS // groups) for _ in range(groups)]
     network = nn.Sequential([nn.Dense(HIDDEN), nn.tanh, nn.Dense(HIDDEN), nn.tanh, nn.Dense(env.action_space.n + 1)])
     optimizer = optax.adam(1e-3)
 
     @msrl.fragment(role="actor")
     def act(params, obs, key):
-        return jax.random.categorical(key, network.apply(params, obs)[:, :-1])
+        return jax.random.categorical(key, jnp.asarray(network.apply(params, obs))[:, :-1])
 
     @msrl.fragment(role="learner")
     def learn(params, opt_state, trajectories):
         obs, action, t = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *trajectories)
 
         def loss(params):
-            out = network.apply(params, obs)
-            value, next_value = out[..., -1], network.apply(params, t.final_obs)[..., -1]
+            out: Any = network.apply(params, obs)
+            value, next_value = out[..., -1], jnp.asarray(network.apply(params, t.final_obs))[..., -1]
             advantage = gae(t.reward, value, next_value, t.terminated, t.truncated, discount=0.99, gae_lambda=0.95)
             advantage = jax.lax.stop_gradient(advantage)
             log_prob = -optax.softmax_cross_entropy_with_integer_labels(out[..., :-1], action)

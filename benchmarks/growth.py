@@ -75,7 +75,7 @@ def per_step(num_envs: int, seeds: int | None) -> float:
     return 1e6 * cpu_seconds(advance) / steps
 
 
-def atari_buffer(capacity: int, storage: str | None) -> replay.Replay:
+def atari_buffer(capacity: int, storage: str | None) -> replay.ReplayBuffer:
     """A buffer of steps with four stacked frames of 84 x 84 bytes."""
     stack, flag = jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8), jax.ShapeDtypeStruct((), jnp.bool_)
     action, reward = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.experimental
 from serving import Loop, compiled, serve, versions
 
 FILES = {

@@ -68,7 +68,7 @@ class Simulators:
     """Environments of one of Ray's actors, which start again when an episode ends."""
 
     def __init__(self, env: str, params: dict[str, Any], num_envs: int, seed: int):
-        self._envs = [Frames() if env == "frames" else gymnasium.make(env, **params) for _ in range(num_envs)]
+        self._envs: list[Any] = [Frames() if env == "frames" else gymnasium.make(env, **params) for _ in range(num_envs)]
         self._rng = np.random.default_rng(seed)
         self._obs = np.stack([env.reset(seed=int(self._rng.integers(2**31)))[0] for env in self._envs])
 

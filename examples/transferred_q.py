@@ -137,7 +137,8 @@ def penalized(gram: jax.Array, moment: jax.Array, count: jax.Array, weight: jax.
 @msrl.fragment(role="learner")
 def pooled_estimate(of_sources, of_target, weight: jax.Array) -> jax.Array:
     """The Lasso over the episodes of all tasks. `[D]`"""
-    return penalized(*(a.sum(0) + b[0] for a, b in zip(of_sources, of_target, strict=True)), weight)
+    gram, moment, count = (a.sum(0) + b[0] for a, b in zip(of_sources, of_target, strict=True))
+    return penalized(gram, moment, count, weight)
 
 
 @msrl.fragment(role="server")
@@ -180,7 +181,8 @@ def play(key: jax.Array, task: Task, policy: jax.Array, exploration: jax.Array |
     start = jax.random.rademacher(first, (num, size), float)
     _, (states, *rest) = jax.lax.scan(stage, start, (jnp.stack(keys), *task, policy))
     found = jnp.concatenate([start[None], states]), *rest
-    return Episodes(*(x.swapaxes(0, 1)[None] for x in found), jnp.ones((1, num)))
+    states, actions, rewards = (x.swapaxes(0, 1)[None] for x in found)
+    return Episodes(states, actions, rewards, jnp.ones((1, num)))
 
 
 @functools.partial(jax.jit, static_argnames="num")
