@@ -62,7 +62,7 @@ def per_step(num_envs: int, seeds: int | None) -> float:
     """CPU microseconds of PPO per environment step, in a compiled program of 8 iterations."""
     fields = {"num_envs": num_envs, "unroll_length": 128 if num_envs < 1024 else 32}
     several = {} if seeds is None else {"seeds": seeds}
-    experiment = make_experiment("ppo", "CartPole-v1", total_steps=10**12, overrides=fields, **several)
+    experiment = make_experiment("ppo", "CartPole-v1", total_steps=10**12, **fields, **several)
     program = experiment.compile(msrl.policies.get("GPUOnly"))
     held = [experiment.start(program)]
 
