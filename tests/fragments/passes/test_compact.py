@@ -8,8 +8,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax._compat import equations_in, jaxpr_as_fun, scan_p, scan_parts
 from msrl_jax.algorithms import counted
+from msrl_jax.fragments.passes import prepare
 from msrl_jax.fragments.passes.compact import compacted
-from msrl_jax.fragments.runtime import compile_program, fused_loop
+from msrl_jax.fragments.runtime import fused_loop
 
 
 def assert_equal_bits(expected, found):
@@ -109,7 +110,7 @@ def test_iterations_that_carry_their_small_arrays_as_one_are_the_same(monkeypatc
         return (key, flag, count, level, half, large), {"rows": rows[0], "flag": flag, "count": count, "half": half}
 
     def ran(packs):
-        for module in (compile_program, fused_loop):
+        for module in (prepare, fused_loop):
             monkeypatch.setattr(module, "is_single_accelerator", lambda placement: packs)
         program = msrl.compile(iteration, start(), policy=msrl.policies.GPUOnly(), devices=jax.devices()[:1])
         whole, parts = program.run(start(), 5), program.run(start(), 5, chunk=2)  # of the last chunk's rows one has a meaning
