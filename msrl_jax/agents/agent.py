@@ -25,7 +25,8 @@ class Agent:
     """An algorithm for one environment and one config, as pure functions.
 
     Attributes:
-      init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
+      init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with
+        the fields `params` and `env_state`.
       iteration: one training iteration, `(state, progress) -> (state, metrics)`; it calls fragments, and ignores placement.
       act: `(state, obs [E, ...], key, carry) -> (action [E, ...], carry)`. Observations and actions have the spaces of
         `env`; the action is the most probable one if `key` is None.

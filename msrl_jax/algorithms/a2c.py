@@ -107,7 +107,7 @@ class A2C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
+        # Actors compute what critics need of the last observations, so that the learner does not need the carries after them.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_value_inputs(network, params, final_obs, carries, truncated)
@@ -150,6 +150,7 @@ class A2C:
             after = A2CState(params, opt_state, actor_keys, env_state, obs, reset_carry(is_first, carry))
             return after, {**metrics, **episodes}
 
+        acting = acting_functions(network, venv.action_space)
         return Agent(
             init=init,
             iteration=iteration,
@@ -157,7 +158,9 @@ class A2C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=1,
             env=venv,
-            **acting_functions(network, venv.action_space),
+            act=acting.act,
+            initial_carry=acting.initial_carry,
+            probabilities=acting.probabilities,
         )
 
 

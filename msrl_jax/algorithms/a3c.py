@@ -152,7 +152,7 @@ class A3C:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
+        # Actors compute what critics need of the last observations, so that the learner does not need the carries after them.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_value_inputs(workers, params, final_obs, carries, truncated)
@@ -209,6 +209,7 @@ class A3C:
             after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
             return after, {**metrics, **summarize(stats), **episodes}
 
+        acting = acting_functions(network, venv.action_space)
         return Agent(
             init=init,
             iteration=iteration,
@@ -216,5 +217,7 @@ class A3C:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=num_workers,
             env=venv,
-            **acting_functions(network, venv.action_space),
+            act=acting.act,
+            initial_carry=acting.initial_carry,
+            probabilities=acting.probabilities,
         )

@@ -202,8 +202,8 @@ class DQN:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, obs, *predicted.choice_inputs)
-            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
-            return begun._replace(env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return state._replace(env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             return to_env_action(action_values(state.params, obs).argmax(-1).astype(jnp.int32)), carry

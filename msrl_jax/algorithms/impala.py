@@ -141,7 +141,7 @@ class IMPALA:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
+        # Actors compute what critics need of the last observations, so that the learner does not need the carries after them.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_value_inputs(network, params, final_obs, carries, truncated)
@@ -275,6 +275,7 @@ class IMPALA:
             after = after._replace(params=params, opt_state=opt_state)
             return after, {**metrics, **episodes}
 
+        acting = acting_functions(network, venv.action_space)
         return Agent(
             init=init,
             iteration=iteration,
@@ -282,5 +283,7 @@ class IMPALA:
             steps_per_iteration=self.num_envs * self.unroll_length,
             updates_per_iteration=self.num_updates,
             env=venv,
-            **acting_functions(network, venv.action_space),
+            act=acting.act,
+            initial_carry=acting.initial_carry,
+            probabilities=acting.probabilities,
         )

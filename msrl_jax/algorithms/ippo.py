@@ -1,7 +1,7 @@
 """PPO for several agents: independent (IPPO) and with a centralized critic (MAPPO), feed-forward or recurrent.
 
 IPPO: de Witt et al., 2020, arXiv 2011.09533. MAPPO: Yu et al., 2022, arXiv 2103.01955. The loop over environments is in
-`loops/agents.py`.
+`loops/teams.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `A` the number of agents of the team, `S` the length of a
 global state, `M` is `num_minibatches` and `B` the number of rows of one network. A minibatch of feed-forward networks holds
@@ -39,9 +39,9 @@ from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.fragments import fragment
 from msrl_jax.kernels.networks import global_norm
 from msrl_jax.kernels.time import truncated_values
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.divergence import apply_gradients, current_rate_metric, no_divergence, update_divergence
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
+from msrl_jax.loops.teams import Experience, Now, Team, agent_of
 from msrl_jax.loops.trajectory import next_values
 from msrl_jax.networks.actor_critic import actor_critic, values
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
@@ -83,7 +83,7 @@ class IPPO:
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    num_minibatches: int = field(default=4, doc="updates per pass, a divisor of `T`, or with a core of `E`. Usual: 4 to 32.")
     learning_rate: Tunable = tunable(default=1e-3, adaptive=True, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -94,7 +94,7 @@ class IPPO:
     clip_ratio: Tunable = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which the rest of an iteration changes nothing. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
     value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -176,7 +176,7 @@ class IPPO:
             action, log_prob, value_input, carry = choose(params, now, carry, keys)
             return action, (log_prob, value_input, carry), carry
 
-        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
+        # Actors compute what critics need of the last observations, so that the learner does not need the carries after them.
         @fragment(role="actor")
         def bootstrap(params, final_obs, final_state, carries, truncated):
             def value_input(params: Any, final: Any) -> jax.Array:

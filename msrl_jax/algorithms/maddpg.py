@@ -5,7 +5,7 @@ episode end, so agents may cooperate or compete. Discrete actions are drawn from
 the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in EPyMARL (Papoudakis et al., 2021, arXiv
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
-The team acts as one agent with joint observations and joint actions; the loop over environments is in `loops/agents.py`. The
+The team acts as one agent with joint observations and joint actions; the loop over environments is in `loops/teams.py`. The
 critics see the actions of the agent's team. One update takes all gradients at the same parameters, so that devices exchange
 gradients once; the paper updates the critics first.
 
@@ -34,7 +34,6 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
@@ -46,6 +45,7 @@ from msrl_jax.loops.off_policy import (
     state_axes,
 )
 from msrl_jax.loops.replay_buffers import window_buffer
+from msrl_jax.loops.teams import Experience, Now, Team, agent_of
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.agent_ids import with_ids, with_ids_space
 from msrl_jax.networks.distributions import Categorical, choose
@@ -253,8 +253,8 @@ class MADDPG:
             # Sequentially, because a batched QR decomposition of orthogonal initializers is slow.
             params = networks(params_key) if shared else jax.lax.map(networks, jax.random.split(params_key, num_agents))
             learner = Learner(params, params, optimizer.init(params))
-            begun = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
-            return params, begun._replace(params=())
+            state = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
+            return params, state._replace(params=())
 
         def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Any) -> tuple[jax.Array, Any]:
             joint = view.observe(obs)

@@ -73,9 +73,9 @@ class PPO:
     """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
-    unroll_length: int = field(default=128, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 2048.")
+    unroll_length: int = field(default=128, doc="steps of every environment per iteration, `T`. Usual: 16 to 2048.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
+    num_minibatches: int = field(default=8, doc="updates per pass, a divisor of `T`, or with a core of `E`. Usual: 4 to 32.")
     learning_rate: Tunable = tunable(default=3e-3, adaptive=True, doc="step size of updates. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -86,7 +86,7 @@ class PPO:
     clip_ratio: Tunable = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which the rest of an iteration changes nothing. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
     value_coef: Tunable = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
@@ -152,7 +152,7 @@ class PPO:
         def pop_episodes(env_state):
             return venv.pop_episodes(env_state)
 
-        # Actors compute the values of the last observations, so that the learner receives neither observations nor carries.
+        # Actors compute what critics need of the last observations, so that the learner does not need the carries after them.
         @fragment(role="actor")
         def bootstrap(params, final_obs, carries, truncated):
             return final_value_inputs(network, params, final_obs, carries, truncated)
@@ -232,6 +232,7 @@ class PPO:
             )
             return after, {**metrics, **episodes}
 
+        acting = acting_functions(network, venv.action_space)
         return Agent(
             init=init,
             iteration=iteration,
@@ -240,7 +241,9 @@ class PPO:
             updates_per_iteration=self.num_epochs * self.num_minibatches,
             env=venv,
             env_group=self.num_minibatches if has_core(self) else 1,
-            **acting_functions(network, venv.action_space),
+            act=acting.act,
+            initial_carry=acting.initial_carry,
+            probabilities=acting.probabilities,
         )
 
 

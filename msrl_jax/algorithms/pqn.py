@@ -79,9 +79,9 @@ class PQN:
     """
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 32 to 4096.")
-    unroll_length: int = field(default=64, doc="steps per iteration, `T`, a multiple of `num_minibatches`. Usual: 16 to 128.")
+    unroll_length: int = field(default=64, doc="steps of every environment per iteration, `T`. Usual: 16 to 128.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 1 to 4.")
-    num_minibatches: int = field(default=16, doc="updates per pass. Usual: 4 to 32.")
+    num_minibatches: int = field(default=16, doc="updates per pass, a divisor of `T`, or with a core of `E`. Usual: 4 to 32.")
     learning_rate: Tunable = tunable(default=5e-4, above=0, doc="step size of updates. Usual: 1e-4 to 5e-4.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')

@@ -2,10 +2,9 @@
 
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
 observations and joint actions, and learns from replayed sequences as R2D2 does; the loop over environments is in
-`loops/agents.py`.
+`loops/teams.py`.
 
-In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
-an agent, `L` is `trace_length` and `H` is `core.size`.
+In the shape descriptions, `A` is the number of agents.
 """
 
 from typing import Any, Literal
@@ -36,7 +35,6 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance
 from msrl_jax.fragments.progress import parameter_version
-from msrl_jax.loops.agents import Experience, Now, Team, agent_of
 from msrl_jax.loops.off_policy import (
     Batch,
     Learner,
@@ -51,6 +49,7 @@ from msrl_jax.loops.off_policy import (
     state_axes,
 )
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
+from msrl_jax.loops.teams import Experience, Now, Team, agent_of
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.agent_values import agent_values
 from msrl_jax.networks.core import CoreKind
@@ -237,8 +236,8 @@ class QMIX:
             network_key, mixer_key = jax.random.split(params_key)
             params = {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
             learner = Learner(params, params, optimizer.init(params))
-            begun = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
-            return params, begun._replace(params=())
+            state = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
+            return params, state._replace(params=())
 
         def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
             joint = view.observe(obs)

@@ -219,8 +219,8 @@ class R2D2:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key)
-            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
-            return begun._replace(carry=network.initial_carry((self.num_envs,)), env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return state._replace(carry=network.initial_carry((self.num_envs,)), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             values, carry = network.step(state.params, obs, carry)

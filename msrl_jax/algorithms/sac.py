@@ -155,8 +155,8 @@ class SAC:
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
                 # The critics predict the soft values of the next steps.
-                now, after = (e.obs, e.action), (e.next_obs, next_action)
-                q, next_q, statistics = self.target.values(critics, trained["critic"], target_critic, now, after)
+                step, next_step = (e.obs, e.action), (e.next_obs, next_action)
+                q, next_q, statistics = self.target.values(critics, trained["critic"], target_critic, step, next_step)
                 target = predicted.target(next_q, backup)
                 critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
 
@@ -204,7 +204,7 @@ class SAC:
                 grads, (td_error, stats, statistics) = gradients(learner.params, learner.target_params, batch)
                 learning_rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-                followed = params["critic"] if statistics is None else statistics
+                followed = self.target.followed(params["critic"], statistics)
                 target_params = update_target(learner.target_params, followed, ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
@@ -252,8 +252,8 @@ class SAC:
                 "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
             }
             learner = Learner(params, self.target.initial(critic), optimizer.init(params), observations)
-            begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, learner, *keys)
+            return state._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.

@@ -255,8 +255,8 @@ class TD3:
             seen = normalize_obs(observations, obs)
             params = {"actor": actor.init(actor_key, seen), "critic": critics.init(critic_key, seen)}
             learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)
-            begun = initial_state(self, buffer, learner, *keys)
-            return begun._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, learner, *keys)
+            return state._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.

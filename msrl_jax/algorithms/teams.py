@@ -22,7 +22,7 @@ from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.fragments.support.naming import reference
-from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
+from msrl_jax.loops.teams import Experience, Now, Team, teams_agent
 from msrl_jax.networks.policy_heads import check_policy_space
 from msrl_jax.registry import files, resolve
 from msrl_jax.registry.lookup import get, make

@@ -68,7 +68,7 @@ def compile(
     if layout.staleness:
         delay(graph, layout.staleness, layout)
     used = graph.placements
-    default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
+    default = next(iter(used)) if len(used) == 1 else layout.placement("learner")
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)

@@ -176,8 +176,11 @@ class Layout:
     def __post_init__(self):
         check_staleness(self.staleness)
 
-    def placement(self, role: str, fragment: str) -> Placement:
-        """Returns the placement of a role; raises ValueError, which names the `fragment`, if the layout has none."""
+    def placement(self, role: str, fragment: str = "") -> Placement:
+        """Returns the placement of a role, for a fragment or, if it has no name, for values that no fragment computes.
+
+        Raises ValueError if the layout has none.
+        """
         general = role.partition(":")[0]
         neighbors = _FALLBACK.get(general, ())
         for candidate in (role, general, *neighbors):
@@ -185,6 +188,11 @@ class Layout:
                 return self.roles[candidate]
         if general == HOST:
             return host_placement()
+        if not fragment:
+            raise ValueError(
+                f"policy {self.policy or 'layout'} places {sorted(self.roles)}, but values that no fragment computes are with "
+                f"the role {role!r}; add it to the policy's layout"
+            )
         raise ValueError(
             f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
             f"it places {sorted(self.roles)}. Mark the fragment with one of these, optionally with a custom suffix "

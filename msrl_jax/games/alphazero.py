@@ -235,8 +235,8 @@ class AlphaZero:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
             params = network.init(params_key, of_player(obs, jnp.zeros(num_envs, jnp.int32)))
-            begun = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
-            return begun._replace(env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
+            return state._replace(env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             return choose(network.policy(state.params, obs), key, 2), carry

@@ -265,8 +265,8 @@ class MuZero:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = played.reset(env_key)
             params = model.init(params_key, obs)
-            begun = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
-            return begun._replace(env_state=env_state, obs=obs)
+            state = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
+            return state._replace(env_state=env_state, obs=obs)
 
         return Agent(
             init=init,

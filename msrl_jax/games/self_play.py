@@ -43,8 +43,8 @@ from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_age
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
-from msrl_jax.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.loops.minibatches import check_minibatches
+from msrl_jax.loops.teams import Experience, Now, Team, teams_agent
 
 _ROUNDS = 2048
 """Number of rounds of the replicator dynamics."""
@@ -88,7 +88,7 @@ class SelfPlay:
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    num_minibatches: int = field(default=4, doc="updates per pass, a divisor of `T`, or with a core of `E`. Usual: 4 to 32.")
     learning_rate: Tunable = tunable(default=1e-3, adaptive=True, above=0, doc="step size of updates. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     optimizer: OptimizerKind = field(default="adam", doc='a name, or a transformation of optax. Usual: "adam".')
@@ -99,7 +99,7 @@ class SelfPlay:
     clip_ratio: Tunable = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
     clip_value: TunableOrNone = tunable(default=None, above=0, doc="clip of the critic's change, in its units. Usual: None.")
     target_kl: TunableOrNone = tunable(
-        default=None, above=0, doc="KL (nats) above which an iteration ends. Usual: None, 0.01 to 0.03."
+        default=None, above=0, doc="KL (nats) above which the rest of an iteration changes nothing. Usual: None, 0.01 to 0.03."
     )
     entropy_coef: Tunable = tunable(
         default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1)."

@@ -1,6 +1,7 @@
 """The KL divergence of an updated policy from the one that acted: a limit to it, and learning rates that adapt to it.
 
-PPO makes several updates from one batch. With `target_kl`, the updates after the first one beyond the limit change nothing. An
+PPO makes several updates from one batch. With `target_kl`, once the divergence
+exceeds the limit, the remaining updates of the iteration change nothing. An
 adaptive learning rate (`kl:TARGET`) decreases after an update with a large divergence and increases after one with a small
 divergence.
 """

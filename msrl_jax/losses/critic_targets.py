@@ -22,7 +22,7 @@ class CriticTargets(Protocol):
     def values(
         self, critics: Network, params: Any, target_params: Any, inputs: tuple[Any, Any], next_inputs: tuple[Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """Returns the values of a batch and of the next steps, and the statistics that target parameters follow, if any.
+        """Returns the values of a batch and of the next steps, and statistics of the batch, if there are any.
 
         Args:
           critics: the critics.
@@ -31,6 +31,10 @@ class CriticTargets(Protocol):
           inputs: observations and actions.
           next_inputs: the next observations, and the policy's actions there.
         """
+        ...
+
+    def followed(self, params: Any, statistics: Any) -> Any:
+        """Returns what the target parameters follow, given updated parameters and the statistics that `values` returned."""
         ...
 
     def for_actor(self, params: Any, target_params: Any) -> Any:
@@ -56,6 +60,10 @@ class TargetNetworks:
         """Returns the values of a batch, and those of the target networks for the next steps."""
         next_values = critics.apply(target_params, *next_inputs)
         return critics.apply(params, *inputs), next_values, None
+
+    def followed(self, params: Any, statistics: Any) -> Any:
+        """Returns the parameters."""
+        return params
 
     def for_actor(self, params: Any, target_params: Any) -> Any:
         """Returns the trained parameters."""

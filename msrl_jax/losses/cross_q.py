@@ -54,6 +54,10 @@ class CrossQ:
         outputs, statistics = critics.apply(params, *both, mutable=["batch_stats"])
         return outputs[:, 0], jax.lax.stop_gradient(outputs[:, 1]), statistics["batch_stats"]
 
+    def followed(self, params: Any, statistics: Any) -> Any:
+        """Returns the statistics."""
+        return statistics
+
     def for_actor(self, params: Any, target_params: Any) -> Any:
         """Returns the parameters with the running statistics."""
         return params | {"batch_stats": target_params}

@@ -29,7 +29,7 @@ def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array
       value: predictions. `[...]`
       old_value: predictions before the update. `[...]`
       target: targets of the predictions. `[...]`
-      clip_value: the difference from `old_value` is clipped to this size, in units of the return.
+      clip_value: the difference from `old_value` is clipped to this size, in the units of `value`.
 
     Returns:
       The loss to minimize. `[...]`

@@ -114,8 +114,16 @@ def final_value_inputs(network: ActorCritic, params: Any, final_obs: Any, carrie
     return truncated_values(last, params, (final_obs, carries), truncated, and_last=True)
 
 
-def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:
-    """Returns `act`, `initial_carry` and `probabilities` for an `Agent` whose state has the field `params`."""
+class Acting(NamedTuple):
+    """The functions of an `Agent` that acts outside of training."""
+
+    act: Callable[..., tuple[jax.Array, Carry]]
+    initial_carry: Callable[[int], Carry]
+    probabilities: Callable[[Any, Any], jax.Array] | None
+
+
+def acting_functions(network: ActorCritic, space: Space) -> Acting:
+    """Makes the functions of an `Agent` whose state has the field `params`."""
     to_env_action = action_transform(space)
 
     def act(state: Any, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
@@ -127,8 +135,4 @@ def acting_functions(network: ActorCritic, space: Space) -> dict[str, Any]:
         return policy.probabilities()
 
     is_categorical = not network.initial_carry(()) and not is_continuous(check_policy_space(space))
-    return {
-        "act": act,
-        "initial_carry": lambda num_envs: network.initial_carry((num_envs,)),
-        "probabilities": probabilities if is_categorical else None,
-    }
+    return Acting(act, lambda num_envs: network.initial_carry((num_envs,)), probabilities if is_categorical else None)

@@ -133,7 +133,7 @@ def random_network_distillation(
 
     @fragment(role="learner")
     def intrinsic_advantages(rnd, t, last_obs):
-        """Intrinsic rewards: for all observations but the first, including the first of episodes, but not the last."""
+        """Computes a reward for each step: the error at the observation from which the next step acts."""
         observations = running.update(rnd.observations, prepare(flatten(t.obs)))
         stream = jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), t.obs, last_obs)
         x = standardized(observations, flatten(stream))

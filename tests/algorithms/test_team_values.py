@@ -12,7 +12,7 @@ from msrl_jax import algorithms, replay
 from msrl_jax.algorithms import Progress, ippo, maddpg, qmix
 from msrl_jax.envs import Box, JointObservation, MaskedObservation, VectorizedAgents
 from msrl_jax.fragments.counters import counter
-from msrl_jax.loops.agents import Experience, Now
+from msrl_jax.loops.teams import Experience, Now
 from tests.support.leaving import Leaving
 from tests.support.mixers import plain_monotonic
 from tests.support.slow import slow_unless

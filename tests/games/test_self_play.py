@@ -13,7 +13,7 @@ from msrl_jax.fragments.counters import counter
 from msrl_jax.games import SelfPlay
 from msrl_jax.games.self_play import draw_slots, enter, no_games, replicator_dynamics, two_players
 from msrl_jax.games.small_games import KuhnPoker, RockPaperScissors
-from msrl_jax.loops.agents import Experience, Now
+from msrl_jax.loops.teams import Experience, Now
 from tests.support.agents import make_still, still
 from tests.support.runs import assert_same_state
 

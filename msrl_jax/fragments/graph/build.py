@@ -101,12 +101,14 @@ class _Builder:
             if opened:
                 body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
                 if body is not None:
-                    own, its = home, role
+                    body_home, body_role = home, role
                     if is_fragment(eqn):
-                        its = eqn.params["role"]
-                        own = self.layout.placement(its, eqn.params["name"])
+                        body_role = eqn.params["role"]
+                        body_home = self.layout.placement(body_role, eqn.params["name"])
                     captured = [self.captured(c) for c in body.consts]
-                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out, its), strict=True))
+                    env.update(
+                        zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], body_home, out, body_role), strict=True)
+                    )
                     continue
             outs = [fresh(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -179,13 +181,11 @@ def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
 def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
     places = "; ".join(f"fragment {f} runs at {p}" for p, f in found.items())
     kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
-    remedy = (
-        "compute both branches and select with jnp.where"
-        if eqn.primitive is cond_p
-        else "use jax.lax.scan or fori_loop with a fixed length"
-        if eqn.primitive is while_p
-        else "call the fragments outside it"
-    )
+    remedies = {
+        cond_p: "compute both branches and select with jnp.where",
+        while_p: "use jax.lax.scan or fori_loop with a fixed length",
+    }
+    remedy = remedies.get(eqn.primitive, "call the fragments outside it")
     if any(p.name == HOST for p in found):
         return f"a {kind} holds calls of the host: {places}. A program cannot wait for them in it; {remedy}"
     return (

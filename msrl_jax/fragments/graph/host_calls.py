@@ -77,13 +77,15 @@ class HostFunction:
             with working:
                 results = self._checked(self.fn(*args))
             return lambda: results
-        working.__enter__()  # until the results arrive; other calls may start and end in the meantime
-        finish = self.fn.start(*args)  # type: ignore[attr-defined]
+        # The annotation lasts until the results arrive; other calls may start and end in the meantime.
+        with contextlib.ExitStack() as begun:
+            begun.enter_context(working)
+            finish = self.fn.start(*args)  # type: ignore[attr-defined]
+            until_results = begun.pop_all()
 
         def finished() -> list[np.ndarray]:
-            results = self._checked(finish())
-            working.__exit__(None, None, None)
-            return results
+            with until_results:
+                return self._checked(finish())
 
         return finished
 

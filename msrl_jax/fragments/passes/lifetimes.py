@@ -43,7 +43,7 @@ def _manage_memory(
     next repetition, `read_later` the values that are read afterwards; both are returned with copied values replaced.
     """
     instructions = [_manage_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
-    owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
+    owned = carried.union(*(i.makes() for i in instructions))
     tail: list[Instruction] = []
 
     def copied(value: Value, into: list[Instruction]) -> Value:

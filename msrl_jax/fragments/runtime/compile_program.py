@@ -127,9 +127,9 @@ def _wrong_results(
 
 def body(run: RunProgram) -> Callable[..., Any]:
     """Returns the function that a RunProgram compiles: reads its rows, evaluates its jaxpr, writes its rows."""
-    evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
 
     def fn(*args: Any) -> tuple[Any, ...]:
+        evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
         index, *rest = args if run.index is not None else (None, *args)
         inputs, buffers = rest[: len(run.inputs)], rest[len(run.inputs) :]
         for k in run.rows:
