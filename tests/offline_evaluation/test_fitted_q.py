@@ -121,17 +121,36 @@ def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
     np.testing.assert_array_equal((plain.values != other.values), has_first)
 
 
-def test_no_minibatch_is_drawn_twice(monkeypatch):
-    uses = []
+@pytest.fixture
+def iteration(monkeypatch):
+    """One iteration of fits whose episodes differ in length, and the state before it."""
+    compiled = []
 
-    def watched(iteration, state, **_):
-        uses.extend(key_uses(lambda state: jax.lax.scan(lambda state, _: iteration(state), state, length=2), state))
+    def stop(iteration, state, **_):
+        compiled.append((iteration, state))
         raise InterruptedError
 
-    monkeypatch.setattr(room, "compile", watched)
+    monkeypatch.setattr(room, "compile", stop)
     with pytest.raises(InterruptedError):
         fitted_q(Ring(), acting([0] * STATES), rows_from(0, 2), SMALL)
+    return compiled[0]
+
+
+def test_no_minibatch_is_drawn_twice(iteration):
+    step, state = iteration
+    uses = key_uses(lambda state: jax.lax.scan(lambda state, _: step(state), state, length=2), state)
     assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) >= 2 * SMALL.fits
+
+
+def test_no_padding_is_drawn(iteration):
+    step, state = iteration
+    is_padding = np.arange(state.order.shape[1]) >= state.counts[:, None]
+    assert is_padding.any()
+    count = len(state.rows.reward)
+    rows = jax.tree.map(lambda x: np.append(x, x[:1], axis=0), state.rows)
+    rows.reward[count] = np.nan
+    _, metrics = jax.jit(step)(state._replace(order=np.where(is_padding, count, state.order), rows=rows))
+    assert np.isfinite(metrics["loss"])
 
 
 @pytest.fixture(scope="module")
