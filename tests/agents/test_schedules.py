@@ -137,14 +137,14 @@ def test_updates_of_ppo_take_the_adapted_rate():
     """The gradients of a run with a constant rate, applied again by optax with the rate that their divergence asks for."""
     algorithm = resolve.objects(PPO(**TINY, learning_rate="kl:0.01,start=0.1,high=1", max_grad_norm=None, target_kl=0.2))
     optimizer = make_optimizer(algorithm, epsilon=1e-5)
-    divergences = jnp.array([0.001, 0.03, 0.015, 0.001, 0.3, 0.001, 0.5])
+    divergences = jnp.array([0.001, 0.03, 0.015, 0.001, 0.3, 0.5, 0.5, 0.001])
 
     params = {"x": jnp.arange(3.0)}
     got, opt_state, divergence = params, optimizer.init(params), no_divergence(algorithm)
     for i, kl in enumerate(divergences):
         divergence = update_divergence(algorithm, divergence, kl)
         got, opt_state = apply_gradients(algorithm, optimizer, got, opt_state, {"x": got["x"] - i}, None, divergence)
-    rates = [0.1, 0.1 / 1.5, 0.1 / 1.5, 0.1]  # the first one is none; the fifth ends the updates, and lowers the rate
+    rates = [0.1, 0.1 / 1.5, 0.1 / 1.5, 0.1]  # the first one is none; the fifth ends the updates, and changes the rate last
     adam = optax.scale_by_adam(eps=1e-5)
     state = adam.init(params)
     for i, rate in enumerate(rates):

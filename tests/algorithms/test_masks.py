@@ -251,4 +251,6 @@ def test_losses_with_illegal_actions_have_finite_gradients():
     np.testing.assert_allclose(found[:2], [2 + 0.5 * np.log(2), 2], rtol=1e-6)
     np.testing.assert_allclose(slope[:2], [[-0.5, 0, 0.5], [0, 0, 0]], atol=1e-6)
     assert np.isfinite(found).all() and np.isfinite(slope).all()
+    wanted = AllActions(jnp.zeros((3, 3)), legal=obs.action_mask).usual_target_entropy()
+    np.testing.assert_allclose(wanted, [0.5 * np.log(2), 0, 0], rtol=1e-6)  # half the largest entropy
     assert jax.vmap(greedy_target)(only_legal(q, obs), q).tolist() == [3, 2, 7]

@@ -1,6 +1,7 @@
 """PPO: one iteration against an independent implementation, what it exchanges between devices, and its options."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.ppo import ppo_loss
+from msrl_jax.networks.distributions import Categorical
 from tests.support.agents import make_still, still
 from tests.support.compiled import collectives
 from tests.support.ppo import SMALL, E, T, plain_network, plain_rollout, plain_update
@@ -90,6 +93,19 @@ def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     assert num_params <= gradient <= num_params + 5
     # How many episodes were cut is one of them, and two are the mean square of the values, the second one of large values.
     assert len(scalars) <= 4 and sum(scalars) <= 8
+
+
+def test_a_step_without_an_answer_adds_nothing_to_the_loss():
+    rng = np.random.default_rng(0)
+    logits, (log_prob, *numbers) = rng.normal(size=(5, 3)), rng.normal(size=(5, 5))
+
+    def loss(rows, valid):
+        taken = SimpleNamespace(action=jnp.array([0, 2, 1, 0, 2])[rows], log_prob=log_prob[rows], valid=valid)
+        value, *others = (x[rows] for x in numbers)
+        return ppo_loss(PPO(clip_value=0.1), Categorical(jnp.asarray(logits)[rows]), value, taken, *others)
+
+    (got, stats), (wanted, others) = loss(slice(None), jnp.arange(5) < 3), loss(slice(3), None)
+    np.testing.assert_allclose([got, *stats.values()], [wanted, *others.values()], rtol=1e-6)
 
 
 @pytest.mark.long

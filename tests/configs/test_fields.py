@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
 from msrl_jax.configs.choices import option, text
-from msrl_jax.configs.fields import field, tunable
+from msrl_jax.configs.fields import field, is_option, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.fragments.support.text_values import Call, read_call
@@ -66,7 +66,8 @@ def test_an_option_is_the_same_by_its_text(value):
         found = getattr(kind(**{name: text(value, whole=whole)}), name)
         assert found == value and hash(found) == hash(value) and type(found) is type(value)
     assert field is None or str(field(value, capacity=7)).startswith("replay:capacity=7")
-    assert all(f"{f.name}=" in text(value, whole=True) for f in dataclasses.fields(value))
+    nested = [x for f in dataclasses.fields(value) if is_option(x := getattr(value, f.name))]
+    assert all(f"{f.name}=" in text(value, whole=True) for x in (value, *nested) for f in dataclasses.fields(x))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_an_option_is_the_same_by_its_text(value):
         ({"exploration": "per_env:bas=1"}, r"DQN\.exploration: per_env takes base=0.4 \(did you mean 'base'\?\)"),
         ({"exploration": "per_env:1,2"}, r"DQN\.exploration: per_env takes base=0.4$"),
         ({"exploration": "per_env:("}, r"DQN\.exploration: cannot read 'per_env:\('"),
+        ({"exploration": None}, r"DQN\.exploration=None: use one of annealed, per_env"),
         ({"exploration": PerEnv}, r"DQN\.exploration=<class .*: use one of annealed, per_env"),
         ({"replay": "replay:priorities=prioritized(3,beta=2)"}, r"DQN\.replay\.priorities\.beta=2: use .* at most 1"),
         ({"replay.priorities": "prioritised"}, r"DQN\.replay\.priorities='prioritised': use one of prioritized, None \(did"),

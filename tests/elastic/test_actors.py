@@ -620,6 +620,15 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
     assert flaws == [*[(flaw := "reward has non-finite values")] * 9, None, *[flaw] * 9, None]
 
 
+@pytest.mark.parametrize("theirs", [None, [], "1.0", 0], ids=str)
+def test_an_actor_without_a_table_of_versions_is_refused(theirs):
+    async def receive():
+        return {"versions": theirs}, memoryview(b"")
+
+    with pytest.raises(actor_pool.Refusal, match="it does not report its versions"):
+        asyncio.run(actor_pool.ActorPool._met(SimpleNamespace(), SimpleNamespace(receive=receive)))
+
+
 def test_nobody_there():
     with pytest.raises(ValueError, match="an actor needs the address of its learner; use HOST:PORT"):
         msrl.elastic.act()
@@ -648,6 +657,9 @@ def test_what_a_killed_learner_took_after_its_checkpoint_is_taken_again_or_dropp
     assert (second.dropped, second.refused) == (first.dropped, first.refused) == (2, 2)
     second.begin(2)
     assert (second.run, second.life, second.join()) == (first.run, 1, 2) and tickets == [0, 1]
+    tried = [(life, version) for life in (-1, 0, 1, 2) for version in (-1, 0, 1, 2, 3, 4)]
+    published = [x for x in tried if second.has_published(*x, newest=3)]
+    assert published == [*((0, version) for version in range(5)), (1, 2), (1, 3)]  # the first may have had any number
     assert second.take(1, 0, 0, 0, 2, 9) == "it arrived twice"  # before the checkpoint
     assert second.take(0, 1, 0, 1, 2, 9) is None  # it was used after the checkpoint, and that is lost
     assert second.take(1, 2, 0, 3, 3, 9) == "the learner that made its parameters lost them"

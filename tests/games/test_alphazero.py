@@ -66,6 +66,38 @@ def searched(game, states_and_obs, **options):
     return np.take_along_axis(np.asarray(action), np.asarray(move.player)[:, None], 1)[:, 0], example, move
 
 
+class Pair:
+    """A game whose first player makes both moves, and wins if the first one is 1; else the other player wins."""
+
+    agents, action_space = ("one", "two"), msrl.envs.Discrete(2)
+    observation_space = msrl.envs.Box(0, 1, (1,))
+
+    def reset(self, key):
+        return jnp.zeros(2, jnp.int32), jnp.zeros((2, 1))
+
+    def step(self, key, state, action):
+        moves, first = state
+        first = jnp.where(moves == 0, action[0], first)
+        reward = jnp.where(moves == 1, 2.0 * first - 1, 0.0) * jnp.array([1.0, -1.0])
+        return jnp.stack([moves + 1, first]), jnp.zeros((2, 1)), reward, jnp.full(2, moves == 1), jnp.asarray(False)
+
+    def to_move(self, state):
+        return jnp.zeros((), jnp.int32)
+
+    def action_mask(self, state):
+        return jnp.array([[True, True], [True, False]])
+
+
+def test_a_player_who_moves_twice_wins_for_itself():
+    options = {"num_simulations": 16, "gumbel_scale": 0.0, "random_share": 0.0}
+    search, network = searcher(msrl.algorithms.make(AlphaZero, SMALL | options), Pair())
+    state, obs = Pair().reset(None)
+    states, obs = jax.tree.map(lambda x: x[None], (state, msrl.envs.MaskedObservation(obs, Pair().action_mask(state))))
+    params = network.init(jax.random.key(0), jax.tree.map(lambda x: x[:, 0], obs))
+    action, example, _ = jax.jit(search)(params, jax.random.split(jax.random.key(1), 1), states, obs)
+    assert action[0, 0] == 1 and example.policy[0, 1] > 0.5 and example.value[0] > 0.5
+
+
 def test_what_a_position_was_worth():
     """Against a walk from every position through what followed, with turns in any order, and every kind of end."""
     rng = np.random.default_rng(0)

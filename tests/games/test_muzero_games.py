@@ -101,6 +101,19 @@ class CutOff(Twice):
         return *super().step(key, state, action)[:4], jnp.asarray(True)
 
 
+class OneMove(Twice):
+    """A game that ends with its only move."""
+
+    def step(self, key, state, action):
+        return *super().step(key, state, action)[:3], jnp.full(2, True), jnp.asarray(False)
+
+
+def test_after_the_end_of_a_game_the_turn_need_not_pass():
+    venv = OneMover(vectorize_turns("muzero", OneMove(), 2), OneMove())
+    _, t = venv.step(venv.reset(jax.random.key(0))[0], jnp.zeros(2, jnp.int32))
+    assert t.terminated.all() and t.reward.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("game", [Twice(), Unknown(), CutOff()])
 def test_the_turns_of_both_players_have_to_alternate(game):
     venv = OneMover(vectorize_turns("muzero", game, 2), game)

@@ -11,6 +11,7 @@ from msrl_jax import counters, envs, replay
 from msrl_jax.agents.agent import split_keys
 from msrl_jax.agents.optimizers import make_optimizer
 from msrl_jax.algorithms import Progress
+from msrl_jax.loops import normalized
 from msrl_jax.loops import off_policy as loop
 from tests.support.off_policy import counting
 
@@ -150,3 +151,16 @@ def test_no_update_and_no_pending_error_before_learning_starts(states):
     first, second = states[0][0], states[0][2]
     np.testing.assert_array_equal(first.params, second.params)
     assert np.isnan(second.pending.td_error).all() and np.isfinite(states[0][3].pending.td_error).all()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_batch_counts_for_the_statistics_only_once_the_buffer_is_ready(ready):
+    config = types.SimpleNamespace(normalize_observations=True)
+    obs = np.random.default_rng(0).normal(3, 2, (6, 4)).astype(np.float32)
+    step = replay.NStep(obs, jnp.zeros(6, int), jnp.zeros(6), jnp.zeros(6), obs + 1)
+    before = normalized.initial_statistics(config, obs)
+    after, seen = normalized.update_statistics(before, loop.Batch(step, None, None, None, jnp.bool_(ready)))
+    mean, std = (obs.mean(0), obs.std(0)) if ready else (0, 1)
+    np.testing.assert_allclose([after.mean, after.var], [np.broadcast_to(x, 4) for x in (mean, np.square(std))], rtol=1e-5)
+    np.testing.assert_allclose(seen.obs, (obs - mean) / std, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen.next_obs, (obs + 1 - mean) / std, rtol=1e-4, atol=1e-5)

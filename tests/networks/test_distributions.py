@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from msrl_jax.envs import Box
 from msrl_jax.networks.continuous_policies import TanhNormal
 from msrl_jax.networks.distributions import Categorical, Normal
+from msrl_jax.networks.policy_heads import discrete_policy
 
 RNG = np.random.default_rng(0)
 LOGITS = 2 * RNG.normal(size=(7, 4)).astype(np.float32)
@@ -61,6 +63,7 @@ def test_normal_samples_have_mean_and_scale():
     z = (np.asarray(Normal(tile(LOC), tile(LOG_SCALE)).sample(keys)) - LOC) / np.exp(LOG_SCALE)
     np.testing.assert_allclose(z.mean(0), np.zeros((7, 3)), atol=5 / np.sqrt(20_000))
     np.testing.assert_allclose(z.std(0), np.ones((7, 3)), atol=5 / np.sqrt(40_000))
+    np.testing.assert_allclose(np.corrcoef(z.reshape(20_000, 21).T), np.eye(21), atol=6 / np.sqrt(20_000))
 
 
 def test_forbidden_actions_are_never_drawn_and_keep_results_finite():
@@ -106,6 +109,13 @@ def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
 
 SIZES = (3, 1, 4)
 PADDED = np.where(np.arange(4) < np.array(SIZES)[:, None], 2 * RNG.normal(size=(7, 3, 4)).astype(np.float32), -np.inf)
+
+
+def test_each_integer_has_the_next_outputs():
+    space = Box(np.array([0, -1, 5]), np.array([1, 2, 7]), (3,), jnp.int32)  # of 2, 4 and 3 values
+    logits = discrete_policy(space, jnp.arange(9.0)[None], None).logits
+    inf = np.inf
+    np.testing.assert_array_equal(logits[0], [[0, 1, -inf, -inf], [2, 3, 4, 5], [6, 7, 8, -inf]])
 
 
 def test_several_integers_equal_float64_formulas():

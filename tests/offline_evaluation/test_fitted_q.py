@@ -18,6 +18,7 @@ from msrl_jax.envs import Box, Discrete
 from msrl_jax.offline_evaluation import fitted_q as room
 from msrl_jax.offline_evaluation.fitted_q import FittedQ, estimate_return, fitted_q, returns_to_go
 from tests.support.acting import acting as new_agent
+from tests.support.keys import key_uses, reused_keys
 
 STATES, DISCOUNT = 4, 0.8
 
@@ -48,11 +49,12 @@ def ring_data(episodes=60, seed=0):
         while not over:
             action = int(rng.integers(2))
             reached, reward, over = after(state, action)
-            rows.append((state, action, reward, over, reached))
-            state = reached
-    state, action, reward, over, reached = (np.array(x) for x in zip(*rows, strict=True))
+            is_cut = not over and rng.random() < 0.2  # by a time limit
+            rows.append((state, action, reward, over, is_cut, reached))
+            state, over = reached, over or is_cut
+    state, action, reward, terminated, truncated, reached = (np.array(x) for x in zip(*rows, strict=True))
     hot = np.eye(STATES, dtype=np.float32)
-    return Dataset(hot[state], action, reward, over, np.zeros(len(rows), bool), hot[reached])
+    return Dataset(hot[state], action, reward, terminated, truncated, hot[reached])
 
 
 def value_by_hand(policy):
@@ -117,6 +119,38 @@ def test_a_fit_sees_nothing_of_an_episode_that_it_has_not_drawn():
     counts = np.array([3, 1, 2, 3])[drawn].sum(1)
     assert has_first.any() and (~has_first & (counts < counts.max())).any()
     np.testing.assert_array_equal((plain.values != other.values), has_first)
+
+
+@pytest.fixture
+def iteration(monkeypatch):
+    """One iteration of fits whose episodes differ in length, and the state before it."""
+    compiled = []
+
+    def stop(iteration, state, **_):
+        compiled.append((iteration, state))
+        raise InterruptedError
+
+    monkeypatch.setattr(room, "compile", stop)
+    with pytest.raises(InterruptedError):
+        fitted_q(Ring(), acting([0] * STATES), rows_from(0, 2), SMALL)
+    return compiled[0]
+
+
+def test_no_minibatch_is_drawn_twice(iteration):
+    step, state = iteration
+    uses = key_uses(lambda state: jax.lax.scan(lambda state, _: step(state), state, length=2), state)
+    assert reused_keys(uses) == [] and sum(use.kind == "drawn from" for use in uses) >= 2 * SMALL.fits
+
+
+def test_no_padding_is_drawn(iteration):
+    step, state = iteration
+    is_padding = np.arange(state.order.shape[1]) >= state.counts[:, None]
+    assert is_padding.any()
+    count = len(state.rows.reward)
+    rows = jax.tree.map(lambda x: np.append(x, x[:1], axis=0), state.rows)
+    rows.reward[count] = np.nan
+    _, metrics = jax.jit(step)(state._replace(order=np.where(is_padding, count, state.order), rows=rows))
+    assert np.isfinite(metrics["loss"])
 
 
 @pytest.fixture(scope="module")

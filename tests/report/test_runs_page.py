@@ -4,6 +4,7 @@ import dataclasses
 import html.parser
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.cli import main
 from msrl_jax.report.curves import mean_curve
+from msrl_jax.report.runs_figure import groups_of
 from msrl_jax.report.statistics import estimate, mean
 from msrl_jax.run.evaluation.history import stack_rows
 from tests.support.full_disk import no_file_above
@@ -188,6 +190,16 @@ def test_seeds_that_were_trained_one_by_one_are_one_row_and_one_curve(run, tmp_p
     pair.history["episode_return"][:, 3] = np.nan
     labels = [line.get_label() for line in msrl.plot_runs(seeds | {"rates": pair}).axes[0].get_lines()]
     assert labels == ["s5, s6, s7, rates, learning_rate=0.1", "rates, learning_rate=1"]
+
+
+@pytest.mark.parametrize("fact", ["algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data", "config"])
+def test_runs_that_differ_in_more_than_their_seeds_are_not_seeds_of_one_setting(fact):
+    def run(seed, x):
+        about = {"pbt": None, "config": {}, fact: {"x": x}}
+        return SimpleNamespace(members=1, settings=[{"seed": seed}], description=about)
+
+    groups = groups_of({"a": run(0, 1), "b": run(1, 1), "c": run(2, 2)}, most=9)
+    assert [group.names for group in groups] == ["a, b", "c"]
 
 
 PBT = {"members": 4, "every": 2}

@@ -79,6 +79,12 @@ def test_the_board_keeps_what_is_better(tmp_path):
     assert [row["accepted"] for row in board.rounds] == [True, True, False, False, True, False, True, False, False]
 
 
+def test_of_equal_scores_the_first_ranks_first(tmp_path):
+    board = Leaderboard.make(tmp_path / "board", "Env", 3)
+    assert all(offer(board, tmp_path, name, 1.0) for name in "abc")
+    assert [entry.worker for entry in board.entries] == ["a", "b", "c"]
+
+
 def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
     """4,000 draws: a fair one fails with a probability below 1e-6."""
     board, rng = Leaderboard.make(tmp_path / "board", "Env", 4), np.random.default_rng(0)

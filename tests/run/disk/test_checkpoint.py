@@ -232,6 +232,27 @@ def test_a_save_that_fails_before_it_begins_leaves_nothing_and_what_is_left_stop
     verify(complete_checkpoints(tmp_path)[0])
 
 
+def test_what_is_newer_than_the_resumed_iteration_is_set_aside_and_nothing_else(tmp_path):
+    write(tmp_path, *[{"x": jnp.full(3, number)} for number in range(3)])
+    writer = CheckpointWriter(tmp_path, 9)
+    writer.set_aside(2)
+    writer.close()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "000000000001",
+        "000000000002",
+        "000000000003.damaged",
+    ]
+
+
+def test_a_checkpoint_without_a_seal_is_damage_only_once_the_run_has_ended(tmp_path):
+    """A killed process leaves one behind, and the run starts again."""
+    (tmp_path / "checkpoints" / "000000000002").mkdir(parents=True)
+    assert newest(tmp_path, no_note) is None
+    (tmp_path / "summary.json").touch()
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is whole: .*000000000002 is damaged: run\.json is missing"):
+        newest(tmp_path, no_note)
+
+
 def test_checkpoints_leave_no_threads_files_or_writers_behind(tmp_path):
     """What stays is a few strings for each entry, which TensorStore leaks: `docs/runs.md`."""
 

@@ -33,6 +33,11 @@ def test_many_iterations_lose_no_precision():
     assert reduce_chunk({"loss": values})["loss"] == pytest.approx(float(np.float32(0.1)), rel=1e-12)
 
 
+def test_a_row_counts_dropped_updates_and_averages_the_others():
+    metrics = {"loss": np.array([1.0, np.nan, 3.0]), "skipped_updates": np.array([0, 2, 1])}
+    assert reduce_chunk(metrics, finite=True) == {"loss": 2.0, "skipped_updates": 3.0}
+
+
 def test_the_earliest_bad_iteration_is_found():
     metrics = {
         "late": np.float32([0, 0, np.inf]),

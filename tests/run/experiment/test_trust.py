@@ -275,6 +275,10 @@ def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
     assert code_names.code_of({"data": "minari:Door", "optimizer": "adam:eps=1e-5"}) == {}
     for kind in (list, tuple):
         assert code_names.code_of({"teams": kind(["a=ippo", "b=evil.py"])}).keys() == {"teams"}
+    assert code_names.code_of({"teams": {"a": "ippo", "b": "evil.py"}}).keys() == {"teams"}
+    assert code_names.code_of({"teams": {"a": "ippo:optimizer='evil:opt'"}}).keys() == {"teams"}
+    for field in ("network", "core"):  # a module may have the name of a kind of schedule
+        assert code_names.code_of({field: "linear:Net"}) == {field: "linear:Net"}
 
 
 def test_no_kind_of_name_reaches_the_standard_library():
