@@ -168,8 +168,11 @@ def test_algorithms_know_no_distribution_policy():
     assert not {n for n in algorithms for target in IMPORTS[n] if target.startswith("msrl_jax.policies")}
 
 
-def test_what_objects_bring_is_not_imported_by_algorithms_that_work_without_it():
-    """A core, a custom module, an option and an adaptive learning rate come with the config; others register themselves."""
+def test_what_objects_bring_is_not_named_by_algorithms_that_work_without_it():
+    """A core, a custom module, an option and an adaptive learning rate come with the config; others register themselves.
+
+    Files that are imported by a file's package, such as all options by that of algorithms, do not count.
+    """
     networks = ("recurrent", "custom_core", "custom_network", "convolutions", "discrete_policies", "simba")
     brought = {f"networks.{name}" for name in networks}
     brought |= {"agents.adaptive_rate", "loops.core_windows", "loops.sequence_replay"}

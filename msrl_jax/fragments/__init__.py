@@ -1,8 +1,8 @@
 """Fragments: mark the parts of a training loop, and compile the loop for a distribution policy.
 
-Each layer imports only the ones before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
-program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with counters.py, progress.py
-and metrics.py. `compile` calls the passes in this order, the last two on first use:
+Each layer imports only the ones before it: `support/`, codecs.py, placement.py (sub-meshes and layouts), `graph/`, `passes/`,
+`runtime/`, `plan/`, program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with
+counters.py, progress.py and metrics.py. `compile` calls the passes in this order; `lower` runs on first use, and so does `prepare` for several programs:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
@@ -10,7 +10,7 @@ and metrics.py. `compile` calls the passes in this order, the last two on first 
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
     partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
-    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, Move, Alloc and Loop instructions
+    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, HostCall, Move, Alloc and Loop instructions
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     prepare       passes/prepare.py        jaxpr of a program -> jaxpr that XLA partitions correctly (repairs.py) and that, for
                                            one accelerator, has fewer kernels (compact.py)

@@ -1,4 +1,4 @@
-"""Agent transforms: functions from agent to agent, whose states wrap the inner state in the field `inner`.
+"""Agent transforms: functions from agent to agent. If one adds to the state, the old state is in the field `inner`.
 
 An algorithm reads `config.learning_rate` in the same way whether it is a constant or not: the agent of a member is built
 during tracing, from a config whose tunable fields are numbers from the member's state.
