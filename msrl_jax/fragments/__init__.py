@@ -2,7 +2,9 @@
 
 Each layer imports only the ones before it: `support/`, codecs.py, placement.py (sub-meshes and layouts), `graph/`, `passes/`,
 `runtime/`, `plan/`, program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with
-counters.py, progress.py and metrics.py. `compile` calls the passes in this order; `lower` runs on first use, and so does `prepare` for several programs:
+counters.py, progress.py and metrics.py.
+
+`compile` calls the passes in this order; `lower` runs on first use, and so does `prepare` if there are several programs:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
