@@ -55,7 +55,7 @@ def test_unknown_codecs_and_placements_are_refused():
         with pytest.raises(ValueError, match=message):
             msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
 
-    unknown = r"unknown codec 'bf16' \(did you mean 'bfloat16'\?\); there are bfloat16, scaled_uint8, uint8"
+    unknown = r"unknown codec 'bf16' \(did you mean 'bfloat16'\?\); use one of bfloat16, scaled_uint8, uint8"
     refused(SingleLearnerCoarse(trajectory_codec="bf16"), unknown)
     refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
     wrong = SingleLearnerCoarse(trajectory_codec={"stat.x": "bfloat16"})
