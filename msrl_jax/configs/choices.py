@@ -16,7 +16,7 @@ from msrl_jax.configs.deferred import is_object
 from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, path_of, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.naming import imported, is_path
-from msrl_jax.fragments.support.text_values import OWN_CALL, Call, parts_of, read_call, write_argument, write_call
+from msrl_jax.fragments.support.text_values import OWN_CALL, Call, parts_of, read_call, split_specs, write_argument, write_call
 
 T = TypeVar("T")
 
@@ -142,6 +142,9 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
     known = {kind.option: kind for kind in choices(field)}
     if own := _own_class(where, given, field):
         given = str(given).partition(":")[2]
+    names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(given))]
+    if len(names) > 1 and known.keys() >= {*names}:
+        raise ValueError(f"{where}={shown(str(given))} has {len(names)} options; give one, or use msrl.sweep, which tries several")
     try:
         call = read_call(given) if isinstance(given, str) else given
     except ValueError as error:
