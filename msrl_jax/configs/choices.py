@@ -112,6 +112,8 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
         return value
     if any(isinstance(value, kind) for kind in choices(field)):
         raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
+    if is_option(value) and isinstance(value, type):
+        raise ValueError(f"{where}={value.__name__} is a class; give an object, such as {value.__name__}()")
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 

@@ -1,5 +1,6 @@
 """Environments by name: `make`, `register`, `names`."""
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -67,7 +68,8 @@ def make(name: str, **params: Any) -> Environment:
     if suite := catalog.suite_of(name):
         suite.check_installed()
         adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
-        return adapter.make(name.partition(":")[2], **params)
+        with _named(name, params):
+            return adapter.make(name.partition(":")[2], **params)
     if ":" in name:
         return _from_module(name, params)
     if name not in catalog.gymnax_names():
@@ -77,7 +79,19 @@ def make(name: str, **params: Any) -> Environment:
         )
     from msrl_jax.envs.suites import gymnax_env
 
-    return gymnax_env.make(name, **params)
+    with _named(name, params):
+        return gymnax_env.make(name, **params)
+
+
+@contextlib.contextmanager
+def _named(name: str, params: dict[str, Any]) -> Iterator[None]:
+    """Names the environment and its parameters in the errors of a suite, or of JAX, that do not."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not params or (isinstance(error, ValueError) and name.rpartition(":")[2] in str(error)):
+            raise
+        raise ValueError(f"{name} cannot be made with {params}: {error}") from error
 
 
 def is_custom(name: str) -> bool:

@@ -92,7 +92,7 @@ def test_an_option_is_the_same_by_its_text(value):
         ({"exploration": "per_env:bas=1"}, r"DQN\.exploration: per_env takes base=0.4 \(did you mean 'base'\?\)"),
         ({"exploration": "per_env:1,2"}, r"DQN\.exploration: per_env takes base=0.4$"),
         ({"exploration": "per_env:("}, r"DQN\.exploration: cannot read 'per_env:\('"),
-        ({"exploration": PerEnv}, r"DQN\.exploration=<class .*: use one of annealed, per_env"),
+        ({"exploration": PerEnv}, r"DQN\.exploration=PerEnv is a class; give an object, such as PerEnv\(\)"),
         ({"replay": "replay:priorities=prioritized(3,beta=2)"}, r"DQN\.replay\.priorities\.beta=2: use .* at most 1"),
         ({"replay.priorities": "prioritised"}, r"DQN\.replay\.priorities='prioritised': use one of prioritized, None \(did"),
         ({"exploration.base": 0.2}, r"DQN\.exploration\.base=0.2: exploration is .* or give exploration='per_env' too"),
