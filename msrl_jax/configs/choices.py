@@ -1,7 +1,8 @@
 """Options: objects that select one of several alternatives in a field of a config.
 
 An option is a small frozen class with the numbers that one alternative needs. Its text is `NAME:field=value,...`, such as
-`per_env:0.3`, or `MODULE:CLASS(field=value,...)` for a class outside of this package. A protocol says what an algorithm calls; its options may be declared in any file.
+`per_env:0.3`, or `MODULE:CLASS(field=value,...)` for a class outside of this package. A protocol says what an algorithm calls;
+its options may be declared in any file.
 """
 
 import contextlib
@@ -146,7 +147,8 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
         given = str(given).partition(":")[2]
     names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(given))]
     if len(names) > 1 and known.keys() >= {*names}:
-        raise ValueError(f"{where}={shown(str(given))} has {len(names)} options; give one, or use msrl.sweep, which tries several")
+        fact = f"{where}={shown(str(given))} has {len(names)} options"
+        raise ValueError(f"{fact}; give one, or use msrl.sweep, which tries several")
     try:
         call = read_call(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -176,10 +178,10 @@ def _own_class(where: str, given: str | Call, field: dataclasses.Field[Any]) -> 
 
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
-    others = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
-    known = [kind.option for kind in choices(field)]
-    known += ["MODULE:CLASS of your own"] if Any not in parts_of(field.type) and OPTIONS.keys() & {*parts_of(field.type)} else []
-    return "one of " + ", ".join([*known, *(words for kind, words in others.items() if kind in parts_of(field.type))])
+    words = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
+    kinds, known = parts_of(field.type), [kind.option for kind in choices(field)]
+    own = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
+    return "one of " + ", ".join([*known, *own, *(words[kind] for kind in kinds if kind in words)])
 
 
 @contextlib.contextmanager

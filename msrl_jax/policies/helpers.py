@@ -126,7 +126,7 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
 
 
 def check_counts(policy: Any, *fields: str) -> None:
-    """Makes the numbers of devices of a policy integers; raises ValueError if one is below 1, or None without being so by default."""
+    """Makes numbers of devices integers; raises ValueError if one is below 1, or is None and not by default."""
     for name in fields:
         if not (getattr(policy, name) is None and getattr(type(policy), name) is None):
             object.__setattr__(policy, name, whole(f"{type(policy).__name__}: {name}", getattr(policy, name)))

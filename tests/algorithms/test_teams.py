@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Prioritized, Replay, Teams
+from msrl_jax.algorithms import MAPPO, QMIX, Prioritized, Replay, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.support.agents import make_still

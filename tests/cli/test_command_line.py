@@ -120,7 +120,7 @@ MISTAKES = [
     (["train", "--total-steps", "1e30"], "1e+30, which is too large"),
     (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
     (["train", "--hidden-sizes", "64,x"], "'64,x', which is not a whole number"),
-    (["train", "--hidden-sizes", "64,64", "32,32"], "--hidden-sizes is 64,64 32,32; give one value; msrl-jax sweep tries several"),
+    (["train", "--hidden-sizes", "64,64", "32,32"], "--hidden-sizes is 64,64 32,32; give one value; msrl-jax sweep"),
     (["train", "--algo", "r2d2", "--core.size", "32,64"], "--core.size is (32, 64); give one value; msrl-jax sweep tries"),
     (["train", "--activation", "tanh,relu"], "--activation is 'tanh,relu'; give one value; msrl-jax sweep tries several"),
     (["train", "--core", "gru:32,gru:64"], "PPO.core='gru:32,gru:64' has 2 options; give one, or use msrl.sweep"),

@@ -77,7 +77,9 @@ def _read_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
 _PAIR = re.compile(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", re.DOTALL)
 OWN_CALL = re.compile(r"(?P<path>[^\W\d][\w.]*:[^\W\d]\w*)(?P<arguments>\(.*\))?", re.DOTALL)
 """`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: an object of one's own."""
-_WORD = re.compile(r"\d\w*|[^\W\d][\w.]*:[^\W\d]\w*\(.*\)|[^\W\d][\w./]*(?::[\w./+=-]+)+|(?=.*[*?|[])[\w*?][\w.*?|!\[\] -]*", re.DOTALL)
+_WORD = re.compile(
+    r"\d\w*|[^\W\d][\w.]*:[^\W\d]\w*\(.*\)|[^\W\d][\w./]*(?::[\w./+=-]+)+|(?=.*[*?|[])[\w*?][\w.*?|!\[\] -]*", re.DOTALL
+)
 """Words that are not Python: such as `3s_vs_5z`, `per_env:base=0.3`, `MODULE:NAME(...)`, and the pattern `ally_*|medic`."""
 
 
