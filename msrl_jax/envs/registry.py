@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from msrl_jax._rooms import Registry
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.mazes import PointMaze
@@ -67,8 +69,8 @@ def make(name: str, **params: Any) -> Environment:
         return _called(name, _factories[name], params)
     if suite := catalog.suite_of(name):
         suite.check_installed()
-        adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
-        with _named(name, params):
+        with _built(name, params):
+            adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
             return adapter.make(name.partition(":")[2], **params)
     if ":" in name:
         return _from_module(name, params)
@@ -77,17 +79,18 @@ def make(name: str, **params: Any) -> Environment:
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
-    from msrl_jax.envs.suites import gymnax_env
+    with _built(name, params):
+        from msrl_jax.envs.suites import gymnax_env
 
-    with _named(name, params):
         return gymnax_env.make(name, **params)
 
 
 @contextlib.contextmanager
-def _named(name: str, params: dict[str, Any]) -> Iterator[None]:
-    """Names the environment and its parameters in the errors of a suite, or of JAX, that do not."""
+def _built(name: str, params: dict[str, Any]) -> Iterator[None]:
+    """Names the environment and its parameters in errors that do not; suites may transfer their constants."""
     try:
-        yield
+        with jax.transfer_guard("allow"):
+            yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         if not params or (isinstance(error, ValueError) and name.rpartition(":")[2] in str(error)):
             raise
