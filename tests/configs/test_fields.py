@@ -56,6 +56,7 @@ def test_text_is_a_name_and_arguments(written, call):
         "a:lambda: 1",
         "f'{x}'",
         "a:" + "(" * 5000,
+        "a:b" + "(m:" * 5000 + ")" * 5000,
         "a:\0",
     ],
 )
@@ -294,6 +295,7 @@ def test_a_custom_option_is_saved_by_the_name_of_its_class(tmp_path, monkeypatch
         sys.modules.pop("my_targets", None)
         DECLARED[QTarget].pop("mixed", None)
 
+    assert read_call("mixed(inner=other(0.1, inner=m.n:Own(x='a:b')))").kwargs["inner"].kwargs == {"inner": "m.n:Own(x='a:b')"}
     config = make("dqn", {"target": "my_targets:Mixed(0.2)"})
     assert config.target.share == 0.2 and str(config.target) == "my_targets:Mixed(share=0.2)"
     saved = Experiment(algorithm=config).to_json()
