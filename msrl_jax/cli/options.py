@@ -112,7 +112,7 @@ class Option:
         if "" in words:
             raise ValueError("is empty; give a value, or leave the option out")
         if self.is_sequence and not self.is_swept:
-            if self.numbers and len(words) > 1 and any("," in word for word in words):
+            if self.numbers and sum("," in word for word in words) > 1:
                 raise ValueError(f"is {' '.join(words)}; {_ONE}")
             return self._items(",".join(words)) if self.numbers else tuple(words)
         if not self.is_swept:

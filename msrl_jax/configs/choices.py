@@ -181,7 +181,7 @@ def _names(field: dataclasses.Field[Any]) -> str:
     words = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
     kinds, known = parts_of(field.type), [kind.option for kind in choices(field)]
     own = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
-    return "one of " + ", ".join([*known, *own, *(words[kind] for kind in kinds if kind in words)])
+    return "one of " + ", ".join([*known, *own, *(word for kind, word in words.items() if kind in kinds)])
 
 
 @contextlib.contextmanager
