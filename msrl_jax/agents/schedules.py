@@ -107,13 +107,19 @@ def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[s
     """Reads `NAME:NUMBER:NUMBER,name=NUMBER`."""
     try:
         call = read_call(text)
-        listed, named = list(map(float, call.args)), {name: float(x) for name, x in call.kwargs.items()}
+        listed, named = list(map(_number, call.args)), {name: _number(x) for name, x in call.kwargs.items()}
     except (ValueError, TypeError):
         raise ValueError(form) from None
     are_finite = all(map(math.isfinite, [*listed, *named.values()]))
     if not (1 <= len(listed) <= most and are_finite and named.keys() <= set(names)):
         raise ValueError(form)
     return call.name, listed, named
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool | str):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
 
 
 def remedy(name: str, given: Any, bounds: Mapping[str, float]) -> str | None:

@@ -21,6 +21,7 @@ from msrl_jax.run.disk import toml
 
 REQUIRED = inspect.Parameter.empty
 TRAIN = "msrl_jax.run.training:train"
+_ONE = "give one value; msrl-jax sweep tries several values of a field"
 
 
 class UsageError(ValueError):
@@ -111,6 +112,8 @@ class Option:
         if "" in words:
             raise ValueError("is empty; give a value, or leave the option out")
         if self.is_sequence and not self.is_swept:
+            if self.numbers and sum("," in word for word in words) > 1:
+                raise ValueError(f"is {' '.join(words)}; {_ONE}")
             return self._items(",".join(words)) if self.numbers else tuple(words)
         if not self.is_swept:
             return self._one(words[0])
@@ -130,7 +133,7 @@ class Option:
             if not value:
                 raise ValueError("is an empty array; give at least one value, or leave it out")
             if not (self.is_sequence or self.is_tunable or self.is_swept):
-                raise ValueError(f"takes one value; {toml.value(value)} is an array")
+                raise ValueError(f"takes one value; {toml.value(value)} is an array; {_ONE}")
             items = [tuple(map(self._item, x)) if isinstance(x, list) else self._item(x) for x in value]
             return items if isinstance(items[0], tuple) or (self.is_swept and not self.is_sequence) else tuple(items)
         return self._plain(value)
@@ -168,6 +171,8 @@ class Option:
                 return self.choices[value]
             if not self.numbers and Any not in self.parts:
                 if self.choices.keys() - {"None"}:
+                    if "," in value:
+                        raise ValueError(f"is {value!r}; {_ONE}")
                     known = f"{', '.join(self.choices)}{suggestion(value, self.choices)}"
                     raise ValueError(f"is {value!r}, which is not one of {known}")
                 return Path(value) if Path in self.parts else value
@@ -181,6 +186,8 @@ class Option:
             raise ValueError(f"is {number}, which is too large; use fewer than 19 digits")
         if number is not None and number == int(number):
             return int(number)
+        if isinstance(value, tuple):
+            raise ValueError(f"is {value}; {_ONE}")
         choices = "".join(f" or {name}" for name in self.choices)
         raise ValueError(f"is {str(value)!r}, which is not a {'whole ' * (float not in self.numbers)}number{choices}")
 

@@ -1,7 +1,8 @@
 """Options: objects that select one of several alternatives in a field of a config.
 
 An option is a small frozen class with the numbers that one alternative needs. Its text is `NAME:field=value,...`, such as
-`per_env:0.3`. A protocol says what an algorithm calls; its options may be declared in any file.
+`per_env:0.3`, or `MODULE:CLASS(field=value,...)` for a class outside of this package. A protocol says what an algorithm calls;
+its options may be declared in any file.
 """
 
 import contextlib
@@ -13,10 +14,10 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from msrl_jax.configs.classes import class_of_fields, fields_of
 from msrl_jax.configs.deferred import is_object
-from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, tunable
+from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, path_of, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
-from msrl_jax.fragments.support.naming import is_path
-from msrl_jax.fragments.support.text_values import Call, parts_of, read_call, write_argument, write_call
+from msrl_jax.fragments.support.naming import imported, is_path
+from msrl_jax.fragments.support.text_values import OWN_CALL, Call, parts_of, read_call, split_specs, write_argument, write_call
 
 T = TypeVar("T")
 
@@ -112,6 +113,8 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
         return value
     if any(isinstance(value, kind) for kind in choices(field)):
         raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
+    if is_option(value) and isinstance(value, type):
+        raise ValueError(f"{where}={value.__name__} is a class; give an object, such as {value.__name__}()")
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
@@ -129,8 +132,9 @@ def text(option: Any, *, whole: bool = False) -> str:
 def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
     """Returns the text of an argument of an option, in the form that `read_call` parses."""
     if is_option(value):
+        name = path_of(type(value)) or value.option
         kwargs = {name: written(x, whole=whole) for name, x in fields_of(value, whole=whole).items()}
-        return write_call(value.option, kwargs, nested=nested and bool(kwargs))
+        return write_call(name, kwargs, nested=":" in name or (nested and bool(kwargs)))
     return write_argument(value)
 
 
@@ -138,14 +142,19 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
     """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
     if given in ("None", "none") and type(None) in parts_of(field.type):
         return None
+    known = {kind.option: kind for kind in choices(field)}
+    if own := _own_class(where, given, field):
+        given = str(given).partition(":")[2]
+    names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(given))]
+    if len(names) > 1 and known.keys() >= {*names}:
+        fact = f"{where}={shown(str(given))} has {len(names)} options"
+        raise ValueError(f"{fact}; give one, or use msrl.sweep, which tries several")
     try:
         call = read_call(given) if isinstance(given, str) else given
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    known = {kind.option: kind for kind in choices(field)}
-    if (kind := known.get(call.name)) is None:
-        own = "; first import the module of a custom option" if any(kind in OPTIONS for kind in parts_of(field.type)) else ""
-        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known) or own}")
+    if (kind := own or known.get(call.name)) is None:
+        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known)}")
     try:
         inspect.signature(kind).bind(*call.args, **call.kwargs)
     except TypeError:
@@ -157,11 +166,22 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
         return kind(*call.args, **call.kwargs)
 
 
+def _own_class(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+    """Imports the class in `MODULE:CLASS` or `MODULE:CLASS(field=value,...)`; None if the text is not of this form."""
+    found = OWN_CALL.fullmatch(given.strip()) if isinstance(given, str) else None
+    protocols = [kind.__name__ for kind in parts_of(field.type) if kind in OPTIONS]
+    if found is None or not protocols or found["path"].partition(":")[0] in [kind.option for kind in choices(field)]:
+        return None
+    what = f"a class made with option(of={protocols[0]})"
+    return imported(where, found["path"], what, lambda value: any(value is kind for kind in choices(field)))
+
+
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
-    others = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
-    known = [kind.option for kind in choices(field)]
-    return "one of " + ", ".join([*known, *(words for kind, words in others.items() if kind in parts_of(field.type))])
+    words = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
+    kinds, known = parts_of(field.type), [kind.option for kind in choices(field)]
+    own = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
+    return "one of " + ", ".join([*known, *own, *(word for kind, word in words.items() if kind in kinds)])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax.configs.fields import is_option
+from msrl_jax.configs.fields import is_option, path_of
 
 MADE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
 
@@ -23,7 +23,7 @@ def has_arrays(value: Any) -> bool:
 def is_object(value: Any) -> bool:
     """Whether the value of a field may be an object instead of plain data: a module, a core, a function, or several."""
     if is_option(value):
-        return any(is_object(getattr(value, f.name)) for f in dataclasses.fields(value))
+        return path_of(type(value)) is None or any(is_object(getattr(value, f.name)) for f in dataclasses.fields(value))
     several = isinstance(value, tuple) and (hasattr(value, "_fields") or all(map(callable, value)))
     return callable(value) or any(hasattr(value, method) for method in ("apply", "step", "make")) or several
 

@@ -17,7 +17,10 @@ class Exploration(Protocol):
     """The options for the rate of random actions."""
 
     def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
-        """Returns the probability of random actions after `steps`: `[]`, or `[E]` for one per environment."""
+        """Returns the probability of random actions after `steps`: `[]`, or `[E]` for one per environment.
+
+        A number below 0 counts as 0, and one above 1 as 1.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
+from msrl_jax.fragments.support.naming import reference
 from msrl_jax.fragments.support.text_values import parts_of
 
 T = TypeVar("T")
@@ -77,6 +78,12 @@ def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = Fals
 def is_option(value: Any) -> bool:
     """Whether a value is an option or the class of an option."""
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
+
+
+def path_of(kind: Any) -> str | None:
+    """How text names the class of an option: NAME, or MODULE:NAME of a custom one; None if no module has that one."""
+    found = kind.option if kind.__module__.startswith("msrl_jax.") else reference(kind)
+    return found if isinstance(found, str) else None
 
 
 OPTIONS: dict[type, dict[str, Any]] = {}

@@ -30,10 +30,10 @@ class Replay:
     priorities: Prioritized | None = field(default=None, doc="whether larger TD errors are drawn more often. Usual: None.")
 
     def check(self) -> None:
-        """Raises ValueError if the codec is unknown."""
+        """Raises ValueError if there is no such codec for storage."""
         if self.storage is not None:
             try:
-                codecs.get(self.storage)
+                codecs.get(self.storage, stored=True)
             except ValueError as error:
                 raise ValueError(f"Replay.storage: {error}") from None
 

@@ -22,7 +22,7 @@ from msrl_jax.envs.privileged import with_privileged
 from msrl_jax.fragments.graph.host_calls import host_errors
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
-from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.checks import check_loaded, check_seed, whole
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
 
@@ -88,6 +88,7 @@ def record(
         need more memory than there is, or if an observation has no legal action.
       TypeError: if actions are not arrays.
     """
+    check_loaded(result)
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon={epsilon}: use a probability, or None to sample actions from the policy")

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from msrl_jax.fragments.support.checks import shown
+
 
 def real_dtype(space: str, given: Any) -> np.dtype[Any]:
     """Returns a dtype of bools or real numbers; raises ValueError otherwise, also for a value, whose dtype NumPy would use."""
@@ -27,7 +29,9 @@ def integer_dtype(space: str, given: Any, remedy: str) -> np.dtype[Any]:
 
 
 def bound_of(given: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """Returns a bound in the dtype of its space; raises ValueError if it is nan, or not a value of an integer or bool dtype."""
+    """Returns a bound in the dtype of its space; raises ValueError if the dtype does not hold it, or if it is nan."""
+    if not (jnp.issubdtype(given.dtype, jnp.number) or given.dtype == bool):
+        raise ValueError(f"Box: {name}={shown(given.tolist())}; use a number, or an array of numbers")
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isnan(given).any():
             raise ValueError(f"Box: {name} is nan; use a number, or an infinite one for no bound")

@@ -1,9 +1,12 @@
 """Environments by name: `make`, `register`, `names`."""
 
+import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from msrl_jax._rooms import Registry
 from msrl_jax.envs.base import Environment
@@ -66,8 +69,9 @@ def make(name: str, **params: Any) -> Environment:
         return _called(name, _factories[name], params)
     if suite := catalog.suite_of(name):
         suite.check_installed()
-        adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
-        return adapter.make(name.partition(":")[2], **params)
+        with _built(name, params):
+            adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
+            return adapter.make(name.partition(":")[2], **params)
     if ":" in name:
         return _from_module(name, params)
     if name not in catalog.gymnax_names():
@@ -75,9 +79,22 @@ def make(name: str, **params: Any) -> Environment:
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
-    from msrl_jax.envs.suites import gymnax_env
+    with _built(name, params):
+        from msrl_jax.envs.suites import gymnax_env
 
-    return gymnax_env.make(name, **params)
+        return gymnax_env.make(name, **params)
+
+
+@contextlib.contextmanager
+def _built(name: str, params: dict[str, Any]) -> Iterator[None]:
+    """Names the environment and its parameters in errors that do not; suites may transfer their constants."""
+    try:
+        with jax.transfer_guard("allow"):
+            yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not params or (isinstance(error, ValueError) and name.rpartition(":")[2] in str(error)):
+            raise
+        raise ValueError(f"{name} cannot be made with {params}: {error}") from error
 
 
 def is_custom(name: str) -> bool:

@@ -210,27 +210,32 @@ def names() -> list[str]:
     return sorted(CODECS)
 
 
-def get(codec: str | Codec) -> Codec:
+def get(codec: str | Codec, *, stored: bool = False) -> Codec:
     """Looks up a codec.
 
     Args:
       codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" or "delta(n, every)" with numbers; or a codec.
+      stored: whether arrays are stored instead of sent, which excludes codecs that send changes.
 
     Returns:
       The codec.
 
     Raises:
       TypeError: if `codec` is neither a codec nor a string.
-      ValueError: if the name is unknown.
+      ValueError: if the name is unknown, or the codec cannot be used for storage.
     """
-    if isinstance(codec, Codec):
-        return codec
-    if not isinstance(codec, str):
+    if not isinstance(codec, str | Codec):
         raise TypeError(f"{shown(codec)} is not a codec; use {', '.join(map(repr, CODECS))}, 'frame_stack(n)' or a Codec")
-    if call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
+    if isinstance(codec, Codec):
+        found = codec
+    elif call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
         name, *numbers = call.groups()
-        return (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
-    if codec not in CODECS:
-        near = suggestion(codec, CODECS)
-        raise ValueError(f"unknown codec {codec!r}{near}; there are {', '.join(CODECS)}, frame_stack(n) and delta(n, every)")
-    return CODECS[codec]
+        found = (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
+    else:
+        found = CODECS.get(codec)
+    if found is None or (stored and found.changes):
+        known = [name for name, c in CODECS.items() if not (stored and c.changes)] + ["frame_stack(n)"]
+        known += [] if stored else ["delta(n, every)"]
+        fact = f"unknown codec {codec!r}{suggestion(str(codec), known)}" if found is None else f"{found} is only for sending"
+        raise ValueError(f"{fact}; use one of {', '.join(known)}")
+    return found

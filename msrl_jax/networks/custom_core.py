@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax.configs.fields import is_option
 from msrl_jax.fragments.support import naming
 from msrl_jax.networks.core import Core
 from msrl_jax.networks.custom_network import CustomNetwork
@@ -43,6 +44,8 @@ def as_core(given: Any) -> Callable[[int], Core]:
       ValueError: if MODULE:NAME cannot be imported.
     """
     what = naming.imported("core", given, "a core", _is_core) if isinstance(given, str) else given
+    if is_option(what):
+        return (what() if isinstance(what, type) else what).make
     name = f"core={given!r}" if isinstance(given, str) else f"core={getattr(what, '__qualname__', type(what).__qualname__)}"
     if isinstance(what, type):
         raise TypeError(f"{name} is a class; {_FORMS}")
@@ -53,7 +56,8 @@ def as_core(given: Any) -> Callable[[int], Core]:
 
 
 def _is_core(value: Any) -> bool:
-    return not isinstance(value, type) and (isinstance(value, nn.RNNCellBase) or hasattr(value, "init"))
+    is_object = not isinstance(value, type) and (isinstance(value, nn.RNNCellBase) or hasattr(value, "init"))
+    return is_object or (is_option(value) and hasattr(value, "make"))
 
 
 class _Functions:

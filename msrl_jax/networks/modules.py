@@ -88,7 +88,7 @@ def _name(what: Any) -> str:
 
 def _pair_of(what: Any, name: str) -> CustomNetwork:
     if isinstance(what, type) and issubclass(what, nn.Module):
-        raise TypeError(f"{name} is a class; give a module, such as {what.__name__}(...)")
+        raise TypeError(f"{name} is a class; give a module, such as {what.__name__}(...), or MODULE:NAME of one")
     if isinstance(what, nn.Module):
         return _linen(what, name)
     if isinstance(what, tuple) and any(isinstance(x, nn.Module) for x in what):

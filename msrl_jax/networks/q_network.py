@@ -88,6 +88,10 @@ def epsilon_greedy(
 ) -> jax.Array:
     """Returns greedy actions `[E]`, random ones with probability epsilon; all are random before `learning_starts` steps."""
     whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-    probability = jnp.where(at_least(steps, learning_starts), exploration.epsilon(steps, len(greedy)), 1.0)
+    epsilon = exploration.epsilon(steps, len(greedy))
+    if jnp.shape(epsilon) not in ((), (len(greedy),)):
+        fact = f"{type(exploration).__name__}.epsilon returns an array of shape {list(jnp.shape(epsilon))}"
+        raise ValueError(f"{fact}; return a number, or one for each of the {len(greedy)} environments")
+    probability = jnp.where(at_least(steps, learning_starts), epsilon, 1.0)
     at_random = jax.vmap(jax.random.uniform)(whether) < probability
     return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)

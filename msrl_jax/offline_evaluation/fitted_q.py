@@ -32,7 +32,7 @@ from msrl_jax.envs.masks import MaskedObservation
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import compile, fragment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.support.checks import check_seed, shown
+from msrl_jax.fragments.support.checks import check_loaded, check_seed, shown
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.networks.continuous_policies import heads_of
 from msrl_jax.run.result import Result
@@ -134,6 +134,7 @@ def estimate_return(
     Raises:
       ValueError: if the run has no such member, the data do not match, or the agent is recurrent.
     """
+    check_loaded(result)
     if result.behavior.agent.is_recurrent:
         raise ValueError(
             f"an agent of {result.experiment.name!r} is recurrent, so its actions cannot be computed from single steps of "

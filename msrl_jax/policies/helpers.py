@@ -4,14 +4,14 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from msrl_jax.fragments import codecs
 from msrl_jax.fragments.codecs import Codec
 from msrl_jax.fragments.placement import Device, Edge
-from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.checks import shown, whole
 
 CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
 """The codecs of one direction: a codec or its name, for all values that it supports; a mapping text -> codec, for values whose
@@ -90,12 +90,9 @@ def divide_devices(
       The devices of each part.
 
     Raises:
-      ValueError: if a number is below 1 or there are not enough devices.
+      ValueError: if there are not enough devices.
     """
     name = policy_repr(policy)
-    for part, count in wanted.items():
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            raise ValueError(f"{name}: {part}={shown(count)} must be an integer of at least 1")
     explicit = sum(count for count in wanted.values() if count is not None)
     needed = explicit + sum(count is None for count in wanted.values())
     if len(devices) == 1 and needed == len(wanted):
@@ -128,6 +125,13 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
     """
     ways = (lower, upper, up), (upper, lower, down)
     return tuple(Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _by_name(choice).items())
+
+
+def check_counts(policy: Any, *fields: str) -> None:
+    """Makes numbers of devices integers; raises ValueError if one is below 1, or is None and not by default."""
+    for name in fields:
+        if not (getattr(policy, name) is None and getattr(type(policy), name) is None):
+            object.__setattr__(policy, name, whole(f"{type(policy).__name__}: {name}", getattr(policy, name)))
 
 
 def check_codecs(policy: object, *fields: str) -> None:

@@ -16,6 +16,7 @@ from msrl_jax.policies.helpers import (
     CodecChoice,
     axes_to_split,
     check_codecs,
+    check_counts,
     divide_devices,
     edges,
     on_platform,
@@ -23,6 +24,7 @@ from msrl_jax.policies.helpers import (
 )
 
 
+@entry
 @dataclass(frozen=True)
 class GPUOnly:
     """Everything on one mesh; environments are split over it, and gradients are all-reduced inside the program.
@@ -36,6 +38,9 @@ class GPUOnly:
 
     num_devices: int | None = None
 
+    def __post_init__(self):
+        check_counts(self, "num_devices")
+
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
         (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
@@ -43,6 +48,7 @@ class GPUOnly:
         return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=policy_repr(self))
 
 
+@entry
 @dataclass(frozen=True)
 class MultiLearner:
     """An acting program and a learning program on every device; only gradients are exchanged, as an all-reduce.
@@ -55,6 +61,9 @@ class MultiLearner:
     """
 
     num_devices: int | None = None
+
+    def __post_init__(self):
+        check_counts(self, "num_devices")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
@@ -94,6 +103,7 @@ class SingleLearnerCoarse:
 
     def __post_init__(self):
         check_staleness(self.staleness)
+        check_counts(self, "actors", "learners")
         check_codecs(self, "trajectory_codec", "parameter_codec")
         if self.buffers not in (None, "actors") and (
             not isinstance(self.buffers, int) or isinstance(self.buffers, bool) or self.buffers < 1
@@ -138,6 +148,7 @@ class SingleLearnerFine:
     observation_codec: CodecChoice = None
 
     def __post_init__(self):
+        check_counts(self, "envs", "learners")
         check_codecs(self, "observation_codec")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
@@ -149,6 +160,7 @@ class SingleLearnerFine:
         return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=policy_repr(self))
 
 
+@entry
 @dataclass(frozen=True)
 class Environments:
     """Environments on their own devices; the agents' networks on another sub-mesh, split along the "agent" axis.
@@ -167,6 +179,9 @@ class Environments:
     envs: int | None = None
     agents: int | None = None
     env_platform: str | None = None
+
+    def __post_init__(self):
+        check_counts(self, "envs", "agents")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments on one sub-mesh and agents on another."""
@@ -208,6 +223,7 @@ class Central:
     parameter_codec: CodecChoice = None
 
     def __post_init__(self):
+        check_counts(self, "workers", "shards")
         check_codecs(self, "gradient_codec", "parameter_codec")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:

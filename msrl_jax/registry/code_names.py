@@ -54,9 +54,8 @@ def _names_code(field: str, text: str) -> bool:
             algorithm, fields, _ = read_algorithm(*split_team(text))
             return is_custom_algorithm(algorithm) or bool(code_of(fields))
         return False
-    if field == "data" or not is_path(text):  # data sets hold no code
+    if field == "data" or not is_path(text.partition("(")[0]):  # data sets hold no code
         return False
-    return not (schedules.is_ramp(text) or schedules.is_adaptive(text)) if field not in _PARTS else _PARTS[field](text)
-
-
-_PARTS = {"network": is_path, "core": is_path, "optimizer": lambda text: text.partition(":")[0] not in NAMED}
+    if field == "optimizer":
+        return text.partition(":")[0] not in NAMED
+    return field in ("network", "core") or not (schedules.is_ramp(text) or schedules.is_adaptive(text))

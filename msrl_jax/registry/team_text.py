@@ -4,6 +4,7 @@ import contextlib
 from typing import Any
 
 from msrl_jax.fragments.support.text_values import parse_spec, read_values
+from msrl_jax.registry.table import ALGORITHMS
 
 
 def split_team(text: Any) -> tuple[str, str]:
@@ -16,7 +17,13 @@ def split_team(text: Any) -> tuple[str, str]:
 
 def read_algorithm(team: str, text: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:
     """Reads the rest: the algorithm's name, its fields, and the patterns of agents; raises ValueError if it is invalid."""
-    name, fields = parse_spec(text, prefixes=True)
+    try:
+        name, fields = parse_spec(text, prefixes=True)
+    except ValueError as error:
+        raise ValueError(f"team {team!r}: {error}") from None
+    algorithm, _, word = name.partition(":")
+    if word and algorithm in ALGORITHMS:
+        raise ValueError(f"team {team!r}: cannot read {word!r} in {text!r}; write {algorithm}:field=value,field=value")
     if "agents" not in fields:
         return name, fields, ()
     agents = fields.pop("agents")

@@ -40,18 +40,16 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
         names.update(parts)
         found = [name for name in storage if name in parts]
         chosen = storage[found[-1]] if found else None
-        c = None if chosen is None else codecs.get(chosen)
+        c = None if chosen is None else codecs.get(chosen, stored=True)
         if c and c.frames and x.ndim and x.shape[-1] % c.frames == 0:
             used.append(c)
             continue
-        if c and (c.changes or c.frames or not c.takes(x)):
+        if c and (c.frames or not c.takes(x)):
             what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
             if c.name == np.dtype(x.dtype).name:
                 raise ValueError(f"{what}: {leaf} is already {c.name}; remove it")
-            raise ValueError(
-                f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; remove it, or use another of "
-                f"{', '.join(codecs.CODECS)}"
-            )
+            fit = "".join(f", or use {name}" for name, other in codecs.CODECS.items() if other.takes(x) and not other.changes)
+            raise ValueError(f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; remove it{fit}")
         used.append(c)
     for name in storage:
         if name not in names:

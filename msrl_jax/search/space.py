@@ -121,9 +121,9 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     if not is_number:
         raise ValueError(f"{where}={value}: a range needs a field of numbers; give a list of values")
     low, high = bounds
-    fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
+    fine = all(isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) for x in bounds) and low <= high
     if not fine or (value.kind == "log_uniform" and low <= 0):
-        raise ValueError(f"{where}={value}: give low <= high{' above 0' * (value.kind == 'log_uniform')}")
+        raise ValueError(f"{where}={value}: give numbers low <= high{' above 0' * (value.kind == 'log_uniform')}")
     return dataclasses.replace(value, numbers=bounds)
 
 

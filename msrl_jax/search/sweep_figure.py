@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl_jax.envs.param_distributions import ParamDistribution
+from msrl_jax.fragments.support.checks import check_loaded
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import value_in_words
 from msrl_jax.run.outputs.figures import saved
@@ -32,6 +33,7 @@ def plot_sweep(swept: SweepResult, path: str | os.PathLike | None = None) -> "Fi
     Raises:
       ValueError: if no trial has a return.
     """
+    check_loaded(swept, "SweepResult.load")
     trials = [trial for trial in swept.trials if not math.isnan(trial.mean)]
     if not trials:
         raise ValueError("no trial of this sweep has a return, so there is nothing to draw")

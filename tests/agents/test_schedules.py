@@ -158,6 +158,8 @@ FORM = "use linear:FROM:TO or cosine:FROM:TO"
 WRONG = {
     "misspelt": ({"learning_rate": "linaer:3e-4"}, "'linaer:3e-4': use a number, .*did you mean 'linear'"),
     "empty": ({"learning_rate": "linear"}, "use a finite number above 0, or a schedule, such as 'linear:0.1'"),
+    "booleans": ({"learning_rate": "linear:True"}, FORM),
+    "target": ({"learning_rate": "kl:True"}, "use kl:TARGET"),
     "unknown": ({"learning_rate": "linear:1,warm=0.1"}, FORM),
     "warmup": ({"learning_rate": "linear:1,warmup=1"}, "use a warmup of at least 0 and below 1"),
     "bounds": ({"gae_lambda": "linear:0.5:1.5"}, "at the progress 0.51 it is 1.01, and should be .* at least 0 and at most 1"),

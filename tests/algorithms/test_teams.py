@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import IPPO, MAPPO, QMIX, Prioritized, Replay, Teams
+from msrl_jax.algorithms import MAPPO, QMIX, Prioritized, Replay, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.support.agents import make_still
@@ -101,6 +101,8 @@ def test_a_run_is_long_enough_for_every_team():
         ({"red": TEXT, "blue": TEXT, "green": TEXT}, r"no agent's name begins with 'green', the name of a team; the agents of"),
         ({"red": TEXT, "blue": "ippo:agents=blue_0|bleu_1"}, r"no agent fits agents=bleu_1 of team 'blue'; the agents of"),
         ({"red": TEXT, "blue": "ippo:agents=('blue_0','blue_1')"}, r"team 'blue': cannot read agents in .*agents=ally_"),
+        ({"red": TEXT, "blue": "ippo:gamma"}, r"team 'blue': cannot read 'gamma' in 'ippo:gamma'; write ippo:field=value"),
+        ({"red": TEXT, "blue": "ippo:a=(,b"}, r"team 'blue': cannot read .*; write ippo:key=value,key=value"),
         ({"red": TEXT, "a=b": "ippo"}, r"a team cannot have the name 'a=b'"),
         ({"red": "random", "blue": "random"}, r"no team of .* learns"),
         ({}, r"Teams.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
@@ -143,8 +145,8 @@ def test_configs_and_texts_are_the_same_teams():
     assert Teams(**SMALL, teams=json.loads(json.dumps(first.teams))) == first
     red, blue, green = (entry.config for entry in first.entries())
     assert red == dataclasses.replace(mappo, **SMALL) and blue == dataclasses.replace(qmix, **SMALL) and green is None
-    patterns = Teams(teams={"a": "ippo:agents=a_* | b,num_epochs=2", "b": IPPO()})
-    assert patterns.teams == ("a=ippo:agents=a_*|b,num_epochs=2", "b=ippo")
+    patterns = Teams(teams={"a": "ippo:agents=a_[01] | b,num_epochs=2", "b": "vdn:exploration=per_env:base=0.3"})
+    assert patterns.teams == ("a=ippo:agents=a_[01]|b,num_epochs=2", "b=vdn:exploration=per_env(base=0.3)")
 
 
 def test_fragments_have_the_names_of_their_teams():

@@ -158,7 +158,7 @@ MISTAKES = [
     ("seed.x = 1", "line 1: unknown key 'seed.x'"),
     ('algo = "dqn"\nexploration.base = 2', "line 2: DQN.exploration.base=2: exploration is annealed, which has no base"),
     ('algo = "dqn"\nreplay.n_step = 0', "line 2: DQN.replay.n_step=0: use an integer of at least 1"),
-    ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array"),
+    ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array; give one value; msrl-jax sweep"),
     ("hidden_sizes = []", "line 1: hidden_sizes is an empty array"),
     ('hidden_sizes = ["--seed"]', "line 1: PPO.hidden_sizes=('--seed',): use a tuple of positive integers"),
     ("total_steps = 2020-01-01", "line 1: total_steps is a date or time (2020-01-01)"),

@@ -1,6 +1,7 @@
 """Options: values that stand for alternatives of a config, their text, and their fields by dotted names."""
 
 import dataclasses
+import sys
 from typing import Protocol
 
 import jax
@@ -12,10 +13,15 @@ import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
 from msrl_jax.configs.choices import option, text
+from msrl_jax.configs.fields import OPTIONS as DECLARED
 from msrl_jax.configs.fields import field, is_option, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.configs.replacing import with_traced
+from msrl_jax.fragments.support.naming import TrustError
 from msrl_jax.fragments.support.text_values import Call, read_call
+from msrl_jax.losses.q_targets import QTarget
+from msrl_jax.run.experiment.plain_data import RunFolderError
+from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.search.space import read_axes
 from tests.support.random_walk import RandomWalk
 
@@ -38,7 +44,22 @@ def test_text_is_a_name_and_arguments(written, call):
     assert read_call(written) == call
 
 
-@pytest.mark.parametrize("written", ["", "a:(", "a b", "3", "a.b", "a:1+x", "a:lambda: 1", "f'{x}'", "a:" + "(" * 5000, "a:\0"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "a:(",
+        "a b",
+        "3",
+        "a.b",
+        "a:1+x",
+        "a:lambda: 1",
+        "f'{x}'",
+        "a:" + "(" * 5000,
+        "a:b" + "(m:" * 5000 + ")" * 5000,
+        "a:\0",
+    ],
+)
 def test_what_is_no_call_is_refused_and_never_evaluated(written):
     with pytest.raises(ValueError, match="cannot read"):
         read_call(written)
@@ -79,7 +100,7 @@ def test_an_option_is_the_same_by_its_text(value):
         ({"exploration": "per_env:1,2"}, r"DQN\.exploration: per_env takes base=0.4$"),
         ({"exploration": "per_env:("}, r"DQN\.exploration: cannot read 'per_env:\('"),
         ({"exploration": None}, r"DQN\.exploration=None: use one of annealed, per_env"),
-        ({"exploration": PerEnv}, r"DQN\.exploration=<class .*: use one of annealed, per_env"),
+        ({"exploration": PerEnv}, r"DQN\.exploration=PerEnv is a class; give an object, such as PerEnv\(\)"),
         ({"replay": "replay:priorities=prioritized(3,beta=2)"}, r"DQN\.replay\.priorities\.beta=2: use .* at most 1"),
         ({"replay.priorities": "prioritised"}, r"DQN\.replay\.priorities='prioritised': use one of prioritized, None \(did"),
         ({"exploration.base": 0.2}, r"DQN\.exploration\.base=0.2: exploration is .* or give exploration='per_env' too"),
@@ -216,7 +237,8 @@ def test_options_of_a_protocol_may_be_declared_anywhere_under_names_of_their_own
 
     sheet = Sheet("oblong:2.0")
     assert sheet.shape == Oblong(2.0) and jax.tree.leaves(sheet) == [2.0] and tunable_fields(Sheet) == ("shape.side",)
-    with pytest.raises(ValueError, match=r"Sheet.shape='oblon': use one of round, oblong \(did you mean 'oblong'\?\)"):
+    known = r"round, oblong, MODULE:CLASS of your own \(did you mean 'oblong'\?\)"
+    with pytest.raises(ValueError, match=rf"Sheet.shape='oblon': use one of {known}"):
         Sheet("oblon")
     with pytest.raises(ValueError, match="too long"):
         Sheet(Oblong(10.0))
@@ -256,3 +278,44 @@ DECLARED_WRONG = [
 def test_an_option_is_checked_where_it_is_declared(declare, message):
     with pytest.raises((TypeError, ValueError), match=message):
         declare()
+
+
+OWN_TARGET = """
+from msrl_jax.algorithms import option, tunable
+from msrl_jax.losses.q_targets import QTarget
+
+@option(of=QTarget)
+class Mixed:
+    share: float = tunable(default=0.1, low=0, high=1, doc="a share.")
+    def of(self, values, params, target_params, e, next_outputs): ...
+
+class Plain: ...
+"""
+
+
+def test_a_custom_option_is_saved_by_the_name_of_its_class(tmp_path, monkeypatch):
+    (tmp_path / "my_targets.py").write_text(OWN_TARGET)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(DECLARED, QTarget, dict(DECLARED[QTarget]))
+
+    def in_a_new_process():
+        sys.modules.pop("my_targets", None)
+        DECLARED[QTarget].pop("mixed", None)
+
+    assert read_call("mixed(inner=other(0.1, inner=m.n:Own(x='a:b')))").kwargs["inner"].kwargs == {"inner": "m.n:Own(x='a:b')"}
+    config = make("dqn", {"target": "my_targets:Mixed(0.2)"})
+    assert config.target.share == 0.2 and str(config.target) == "my_targets:Mixed(share=0.2)"
+    saved = Experiment(algorithm=config).to_json()
+    for given in (saved, saved | {"config": saved["config"] | {"target": "my_targets:Mixed"}}):
+        in_a_new_process()
+        with pytest.raises(TrustError, match="target='my_targets:Mixed"):
+            Experiment.from_json(given)
+        assert "my_targets" not in sys.modules
+        assert type(Experiment.from_json(given, trust=True).algorithm.target).__name__ == "Mixed"
+    for name in ("Plain", "option"):
+        with pytest.raises(ValueError, match=rf"DQN.target 'my_targets:{name}' is not a class made with option\(of=QTarget\)"):
+            make("dqn", {"target": f"my_targets:{name}()"})
+    own = type("Own", (), {"__doc__": "Own.", "__module__": "__main__", "of": vars(sys.modules["my_targets"].Mixed)["of"]})
+    saved = Experiment(algorithm=make("dqn", {"target": option(of=QTarget)(own)()})).to_json()
+    with pytest.raises(RunFolderError, match=r"has a target object \(Own\(\)\); pass it again"):
+        Experiment.from_json(saved)

@@ -145,6 +145,7 @@ def test_spaces_print_briefly():
         (lambda: envs.MultiDiscrete([2, 300], jnp.uint8), "Box: high=299 does not fit uint8, which holds 0 to 255"),
         (lambda: envs.Box(0, np.inf, (2,), jnp.int32), "Box: high=inf does not fit int32"),
         (lambda: envs.Box(np.nan, 2, (2,)), "Box: low is nan"),
+        (lambda: envs.Box(0, "two", (2,)), "Box: high='two'; use a number"),
         (lambda: envs.Box(0, [1, 1, 1], (2,)), r"high of shape \(3,\) does not broadcast to shape=\(2,\)"),
         (lambda: envs.Box([0, 2], 1, (2,)), r"low=2.0 is above high=1.0 at index \(1,\)"),
     ],

@@ -172,8 +172,10 @@ def test_a_run_is_the_same_and_the_text_of_the_option_is_read():
     assert str(runs[1].config.replay) == replays[1].replace("=frame_stack(4)", "='frame_stack(4)'")
     for x, y in zip(*(jax.tree.leaves(run.state.params) for run in runs), strict=True):
         np.testing.assert_array_equal(x, y)
-    with pytest.raises(ValueError, match=r"Replay\.storage: unknown codec 'frames'"):
-        Replay(storage="frames")
+    known = r"; use one of bfloat16, scaled_uint8, uint8, frame_stack\(n\)$"
+    for codec, fact in (("frames", r"unknown codec 'frames' \(did you .*\)"), ("delta", "delta is only for sending")):
+        with pytest.raises(ValueError, match=rf"Replay\.storage: {fact}{known}"):
+            Replay(storage=codec)
 
 
 @pytest.mark.parametrize("codec", ["frame_stack(4)", "uint8"])

@@ -1,5 +1,6 @@
 """What users do with results and environments that they should not, or could not do before."""
 
+import functools
 import pickle
 
 import jax
@@ -32,6 +33,14 @@ def test_a_result_is_pickled_without_its_programs(result):
     assert copy.experiment == result.experiment and copy.status == result.status
     np.testing.assert_array_equal(copy.act(obs, jax.random.key(1)), actions)
     jax.tree.map(np.testing.assert_array_equal, copy.history, result.history)
+
+
+def test_a_folder_is_not_a_result():
+    export, record = lambda run: msrl.export(run, "x.onnx"), lambda run: msrl.data.record(run, steps=1)
+    estimate = functools.partial(msrl.offline_evaluation.estimate_return, data="x.npz")
+    for use in (msrl.plot, msrl.plot_lineage, msrl.plot_sweep, msrl.video, export, record, estimate):
+        with pytest.raises(TypeError, match=r"'run' is not a result; load it: msrl\.(Sweep)?Result\.load\('run'\)"):
+            use("run")
 
 
 @pytest.mark.parametrize("of", ["jit", "vmap", "grad"])

@@ -279,3 +279,10 @@ def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, on
     notes = "\n".join(caught.value.__notes__)
     assert re.search(r"`end` of the hook \S*Last;.*\nthen OSError: no connection\n.*`end` of the hook \S*Broken", notes)
     assert ended == ["finished"] and caught.value.result.status == Result.load(tmp_path / "run").status == "finished"
+
+
+@pytest.mark.parametrize("policy", ["GPUOnly:num_devices=1", "SingleLearnerCoarse:actors=1"])
+def test_a_run_makes_all_its_transfers_explicit(policy, tmp_path):
+    small = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 1, "num_minibatches": 2, "progress": False}
+    with jax.transfer_guard("disallow"):
+        msrl.train("ppo", "CartPole-v1", policy=policy, total_steps=64, eval_episodes=1, out=tmp_path / "run", **small)

@@ -68,6 +68,7 @@ MISTAKES = [
     ({"learning_rate": "log:1e-4:1e-2", "num": 10**9}, "num=1000000000: use an integer of at most"),
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
     ({"activation": envs.uniform(0, 1)}, "a range needs a field of numbers"),
+    ({"learning_rate": envs.uniform(True, 2)}, r"learning_rate=uniform\(True, 2\): give numbers low <= high"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "guard": "skip"}, "leave pbt and guard out"),

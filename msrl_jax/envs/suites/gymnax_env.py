@@ -149,9 +149,9 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     """
     env, defaults = _construct(name, {})
     fields = [field.name for field in dataclasses.fields(defaults)]
-    arguments = [p for p in inspect.signature(type(env)).parameters if p not in fields]
+    arguments = {n: p.default for n, p in inspect.signature(type(env)).parameters.items() if n not in fields}
     common.check_params(name, params, [*fields, *arguments])
-    if chosen := {p: value for p, value in params.items() if p in arguments}:
+    if chosen := {p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})
     if "max_steps_in_episode" in params:

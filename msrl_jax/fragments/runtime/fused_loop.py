@@ -43,7 +43,8 @@ class FusedLoop:
         """Runs iterations on leaves, whose memory they consume; returns the stacked metrics, read to the host."""
         loop = self.compile(most)
         self.check_fits(loop, f"program of up to {most} iterations")
-        flat = self.executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
+        count = jax.device_put(np.int32(length), replicated(self.leaves[0]) if self.leaves else None)
+        flat = self.executables.call(loop)(count, *[copies[0] for copies in leaves])
         with waiting():
             rows = read(list(flat[len(leaves) :]))
         return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in rows]

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import math
 import numbers
+import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -32,6 +33,12 @@ def check_seed(seed: Any, seeds: int = 1) -> int:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
         raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {most}")
     return first
+
+
+def check_loaded(result: Any, loader: str = "Result.load") -> None:
+    """Raises TypeError if the folder of a run is given instead of the run."""
+    if isinstance(result, str | os.PathLike):
+        raise TypeError(f"{str(result)!r} is not a result; load it: msrl.{loader}({str(result)!r})")
 
 
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_key(x: Any) -> bool:
@@ -17,4 +18,4 @@ def key_for(purpose: str, key: jax.Array) -> jax.Array:
     `jax.random.split(key)[i]` is `jax.random.fold_in(key, i)`, so folding in a small number gives a key that training may also
     use. The first four letters are a large number.
     """
-    return jax.random.fold_in(key, int.from_bytes(purpose[:4].encode(), "big"))
+    return jax.random.fold_in(key, jax.device_put(np.uint32(int.from_bytes(purpose[:4].encode(), "big"))))

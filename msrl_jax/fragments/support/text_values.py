@@ -4,6 +4,7 @@ Numbers may follow each other by colons: `uniform:0:1` is `uniform(0, 1)`. Nothi
 """
 
 import ast
+import contextlib
 import inspect
 import keyword
 import re
@@ -75,8 +76,13 @@ def _read_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 _PAIR = re.compile(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", re.DOTALL)
-_WORD = re.compile(r"\d\w*|[^\W\d][\w./]*(?::[\w./+-]+)+|(?=.*[*?|])[\w*?][\w.*?|!\[\] -]*")
-"""Words that are not Python: such as `3s_vs_5z`, `linear:3e-4`, `MODULE:NAME`, and the pattern `ally_*|medic`."""
+OWN_CALL = re.compile(r"(?P<path>[^\W\d][\w.]*:[^\W\d]\w*)(?P<arguments>\(.*\))?", re.DOTALL)
+"""`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: an object of one's own."""
+_CALL = re.compile(r"([^\W\d]\w*)\((.*)\)", re.DOTALL)
+_WORD = re.compile(
+    r"\d\w*|[^\W\d][\w.]*:[^\W\d]\w*\(.*\)|[^\W\d][\w./]*(?::[\w./+=-]+)+|(?=.*[*?|[])[\w*?][\w.*?|!\[\] -]*", re.DOTALL
+)
+"""Words that are not Python: such as `3s_vs_5z`, `per_env:base=0.3`, `MODULE:NAME(...)`, and the pattern `ally_*|medic`."""
 
 
 def _read(text: str, wrong: str) -> Any:
@@ -85,9 +91,13 @@ def _read(text: str, wrong: str) -> Any:
     try:
         return _argument(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last for thousands of signs
-        if not _WORD.fullmatch(text):
-            raise ValueError(wrong) from None
-        return text
+        if _WORD.fullmatch(text):
+            return text
+        if found := _CALL.fullmatch(text):  # whose arguments have words
+            with contextlib.suppress(RecursionError):
+                args, kwargs = _read_arguments(found[2], wrong)
+                return Call(found[1], tuple(args), kwargs)
+        raise ValueError(wrong) from None
 
 
 def _argument(node: ast.expr) -> Any:

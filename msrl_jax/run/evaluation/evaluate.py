@@ -127,8 +127,10 @@ class Behavior:
     def _needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
-        keys = None, jax.random.key(0)
-        both_ways = lambda state, batch: [self.act_with_carry(state, batch, carry, key) for key in keys]
+
+        def both_ways(state: Any, batch: Any) -> Any:
+            return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
+
         jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         sources = is_of_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
@@ -249,6 +251,11 @@ class _Episodes(NamedTuple):
     metrics: EpisodeMetrics | tuple[()]
 
 
+def _beside(key: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+    """Copies a key to the device of leaves."""
+    return jax.device_put(key, leaves[0].sharding) if leaves else key
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Plays greedy episodes."""
@@ -265,7 +272,8 @@ class Evaluator:
 
     def begin(self, state: Any, key: jax.Array) -> None:
         """Starts to compile the program for such a state and key in another thread."""
-        self.play.begin(self.behavior.take(state), key)
+        leaves = self.behavior.take(state)
+        self.play.begin(leaves, _beside(key, leaves))
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
         """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); does not change `state`."""
@@ -274,7 +282,7 @@ class Evaluator:
     def of(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
         """Evaluates the leaves that `Behavior.take` returned."""
         with host_errors():
-            played = jax.device_get(self.play(leaves, key))
+            played = jax.device_get(self.play(leaves, _beside(key, leaves)))
         check_returns_not_nan(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         values = played.pop("metrics", None)

@@ -153,8 +153,8 @@ class Experiment:
     def key(self) -> jax.Array:
         """The initial key, or keys `[M]`: a member with the seed `s` has the key `jax.random.key(s)`."""
         if not self.has_members:
-            return jax.random.key(self.seed)
-        return jax.vmap(jax.random.key)(np.array([member["seed"] for member in self.each_member], np.uint32))
+            return jax.random.key(jax.device_put(np.uint32(self.seed)))
+        return jax.vmap(jax.random.key)(jax.device_put(np.array([member["seed"] for member in self.each_member], np.uint32)))
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:

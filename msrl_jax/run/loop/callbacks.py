@@ -19,7 +19,7 @@ import numpy as np
 from msrl_jax.envs.param_sources import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.runtime.transfer import put
-from msrl_jax.fragments.support.checks import shown, whole
+from msrl_jax.fragments.support.checks import name_of, shown, whole
 from msrl_jax.fragments.support.terminal import significant
 from msrl_jax.run import processes
 from msrl_jax.run.evaluation.evaluate import MOST_SHOWN
@@ -150,10 +150,20 @@ def _answer(function: Callback, tick: Tick) -> bool:
     return is_true(answer)
 
 
+def _check_takes_tick(where: str, callback: Any) -> None:
+    """Raises TypeError if a function cannot be called with one argument; a builtin may have no signature."""
+    try:
+        inspect.signature(callback).bind(None)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}; write a function of one argument, a Tick") from None
+    except ValueError:
+        return
+
+
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     """Returns the callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
-        given = f"[{shown(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
+        given = f"[{name_of(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
         raise TypeError(f"callbacks={shown(callbacks)} is not a sequence; write callbacks={given}")
     callbacks = tuple(callbacks)
     for i, callback in enumerate(callbacks):
@@ -162,6 +172,8 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
             raise TypeError(f"{fact}; use a function of a Tick, or an instance of a hook")
         if inspect.isgeneratorfunction(callback) or inspect.iscoroutinefunction(callback):
             raise TypeError(f"callbacks[{i}]={shown(callback)} would not run when it is called; use a plain function")
+        if not is_hook(callback):
+            _check_takes_tick(f"callbacks[{i}]={shown(callback)}", callback)
         if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
             whole(f"callbacks[{i}].every", every)
     return callbacks

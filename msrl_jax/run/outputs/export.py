@@ -16,7 +16,7 @@ import numpy as np
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import MaskedObservation
-from msrl_jax.fragments.support.checks import whole
+from msrl_jax.fragments.support.checks import check_loaded, whole
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import check_target
@@ -73,6 +73,7 @@ def export(
     Raises:
       ValueError: if the suffix is unknown, the folder or member does not exist, or the format cannot express the policy.
     """
+    check_loaded(result)
     number = result.member(member)
     about = {key: result.description.get(key) for key in ("algorithm", "env", "env_params", "versions")}
     steps = int(result.history["step"][-1]) if len(result.history["step"]) else 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from msrl_jax.fragments.support.checks import check_loaded
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.experiment.pbt import PARENT
 from msrl_jax.run.outcome import Outcome
@@ -33,6 +34,7 @@ def plot(result: Outcome, path: str | os.PathLike | None = None, *, metrics: Seq
     Raises:
       ValueError: if the history does not have a column.
     """
+    check_loaded(result)
     return saved(plot_history(result, metrics), path)
 
 
@@ -50,6 +52,7 @@ def plot_lineage(result: Result, path: str | os.PathLike | None = None) -> "Figu
     Raises:
       ValueError: if the members of the run are independent, or the run has no chunk yet.
     """
+    check_loaded(result)
     if result.experiment.pbt is None or not len(result.history["step"]):
         raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
     history, pbt = result.history, result.experiment.pbt

@@ -23,7 +23,7 @@ from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.vector import next_states
 from msrl_jax.fragments.graph.host_calls import host_errors
-from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.checks import check_loaded, check_seed, whole
 from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes
@@ -145,6 +145,7 @@ def video(
     Raises:
       ValueError: if a number is out of range, the environment cannot be rendered, or the file cannot be written.
     """
+    check_loaded(result)
     file = None if path is None else as_path("path", path)
     if file is not None:
         check_file(file)

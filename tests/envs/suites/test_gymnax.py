@@ -139,6 +139,15 @@ def test_wrong_parameters_are_refused(params, message):
         envs.make("CartPole-v1", **params)
 
 
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [("20", "size='20' does not fit; its default is 8"), (-1, r"cannot be made with \{'size': -1\}: Only non-negative")],
+)
+def test_wrong_arguments_of_a_constructor_are_named(size, message):
+    with pytest.raises(ValueError, match=f"^DeepSea-bsuite:? {message}"):
+        envs.make("DeepSea-bsuite", size=size)
+
+
 def test_a_gymnax_environment_with_its_own_step_is_refused():
     class Odd(CartPole):
         def step(self, key, state, action, params=None):

@@ -55,7 +55,7 @@ def test_unknown_codecs_and_placements_are_refused():
         with pytest.raises(ValueError, match=message):
             msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
 
-    unknown = r"unknown codec 'bf16' \(did you mean 'bfloat16'\?\); there are bfloat16, scaled_uint8, uint8"
+    unknown = r"unknown codec 'bf16' \(did you mean 'bfloat16'\?\); use one of bfloat16, scaled_uint8, uint8"
     refused(SingleLearnerCoarse(trajectory_codec="bf16"), unknown)
     refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
     wrong = SingleLearnerCoarse(trajectory_codec={"stat.x": "bfloat16"})
@@ -105,10 +105,13 @@ def test_more_devices_than_there_are_is_refused(policy):
         compile_(lambda s: (s, {}), {"x": jnp.ones(8)}, policy)
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])
 def test_device_counts_are_positive_integers(count):
-    with pytest.raises(ValueError, match=r"actors=.* must be an integer of at least 1"):
-        compile_(lambda s: (s, {}), {"x": jnp.ones(8)}, msrl.policies.SingleLearnerCoarse(actors=count))
+    kinds = {"SingleLearnerCoarse": "learners", "SingleLearnerFine": "learners", "Central": "shards"}
+    kinds |= {} if count is None else {"GPUOnly": "num_devices", "MultiLearner": "num_devices", "Environments": "agents"}
+    for kind, name in kinds.items():
+        with pytest.raises(ValueError, match=rf"^{kind}: {name}={count!r}: use an integer of at least 1$"):
+            getattr(msrl.policies, kind)(**{name: count})
 
 
 class NoLayout:

@@ -163,7 +163,7 @@ REFUSED = [
     (lambda: codecs.get("delta(8, 0)"), ValueError, "every at least 1"),
     (lambda: sent_trajectory(), ValueError, r"sends the changes of values that are whole on each device, but .* is split"),
     (lambda: sent_by_shards(), ValueError, r"is split over devices on its way from .*\. Use 'bfloat16', or"),
-    (lambda: stored(), ValueError, "the codec cannot pack item"),
+    (lambda: stored(), ValueError, "delta is only for sending; use one of"),
 ]
 
 
