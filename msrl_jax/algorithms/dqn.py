@@ -42,7 +42,7 @@ from msrl_jax.loops.off_policy import (
 from msrl_jax.loops.replay_buffers import n_step_buffer
 from msrl_jax.losses.predictions import ActionReturns, Expected
 from msrl_jax.losses.q_targets import Double, QTarget
-from msrl_jax.networks.q_network import epsilon_greedy, q_network
+from msrl_jax.networks.q_network import epsilon_greedy, exploration_rate, q_network
 from msrl_jax.networks.torso import make_torso
 from msrl_jax.replay import NStep, Transition
 
@@ -107,7 +107,8 @@ class DQN:
         @fragment(role="actor")
         def explore(params, obs, keys, steps):
             greedy = action_values(params, obs).argmax(-1).astype(jnp.int32)
-            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size)
+            epsilon = exploration_rate(self.exploration, steps, self.num_envs, buffer.min_size)
+            return epsilon_greedy(epsilon, greedy, keys, obs, action_space.n)
 
         @fragment(role="env")
         def env_step(env_state, action):

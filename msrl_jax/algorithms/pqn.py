@@ -36,7 +36,7 @@ from msrl_jax.kernels.time import truncated_values
 from msrl_jax.loops.minibatches import check_minibatches, gather_carry, gather_minibatch, has_core, shuffle
 from msrl_jax.loops.trajectory import next_values
 from msrl_jax.networks.core import CoreKind
-from msrl_jax.networks.q_network import epsilon_greedy, value_heads
+from msrl_jax.networks.q_network import epsilon_greedy, exploration_rate, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, first_steps, reset_carry
 from msrl_jax.returns.advantages import gae
@@ -131,7 +131,8 @@ class PQN:
         def explore(params, obs, keys, steps, is_first, carry):
             found, carry = values(params, obs, reset_carry(is_first, carry))
             greedy = found.argmax(-1).astype(jnp.int32)
-            return epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n), carry
+            epsilon = exploration_rate(self.exploration, steps, self.num_envs)
+            return epsilon_greedy(epsilon, greedy, keys, obs, action_space.n), carry
 
         @fragment(role="env")
         def env_step(env_state, action):

@@ -54,7 +54,7 @@ from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.agent_values import agent_values
 from msrl_jax.networks.core import CoreKind
 from msrl_jax.networks.mixers import monotonic_mixer, sum_mixer
-from msrl_jax.networks.q_network import epsilon_greedy
+from msrl_jax.networks.q_network import epsilon_greedy, exploration_rate
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
 
@@ -141,7 +141,9 @@ class QMIX:
             # Every agent explores independently.
             keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
             rows, keys, best = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (joint.obs, keys, greedy))
-            action = epsilon_greedy(self.exploration, best, keys, steps, rows, action_space.n, buffer.min_size)
+            epsilon = exploration_rate(self.exploration, steps, self.num_envs, buffer.min_size)
+            epsilon = jnp.broadcast_to(epsilon[..., None], greedy.shape).reshape(-1)  # of the agent's environment
+            action = epsilon_greedy(epsilon, best, keys, rows, action_space.n)
             return action.reshape(greedy.shape), carry, next_carry
 
         @fragment(role="env")

@@ -43,7 +43,7 @@ from msrl_jax.loops.off_policy import (
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.losses.sequences import sequence_loss, sequence_target
 from msrl_jax.networks.core import CoreKind
-from msrl_jax.networks.q_network import epsilon_greedy, greedy_target, value_heads
+from msrl_jax.networks.q_network import epsilon_greedy, exploration_rate, greedy_target, value_heads
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.unrolls import Carry, reset_carry
 from msrl_jax.replay import Transition
@@ -117,8 +117,8 @@ class R2D2:
             carry = reset_carry(is_first, carry)
             values, next_carry = network.step(params, obs, carry)
             greedy = only_legal(values, obs).argmax(-1).astype(jnp.int32)
-            action = epsilon_greedy(self.exploration, greedy, keys, steps, obs, action_space.n, buffer.min_size)
-            return action, carry, next_carry
+            epsilon = exploration_rate(self.exploration, steps, self.num_envs, buffer.min_size)
+            return epsilon_greedy(epsilon, greedy, keys, obs, action_space.n), carry, next_carry
 
         @fragment(role="env")
         def env_step(env_state, action):

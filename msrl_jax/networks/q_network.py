@@ -77,21 +77,17 @@ def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
     return next_target[jnp.argmax(next_value)]
 
 
-def epsilon_greedy(
-    exploration: Exploration,
-    greedy: jax.Array,
-    keys: jax.Array,
-    steps: Counter,
-    obs: Any,
-    num_actions: int,
-    learning_starts: int = 0,
-) -> jax.Array:
-    """Returns greedy actions `[E]`, random ones with probability epsilon; all are random before `learning_starts` steps."""
-    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-    epsilon = exploration.epsilon(steps, len(greedy))
-    if jnp.shape(epsilon) not in ((), (len(greedy),)):
+def exploration_rate(exploration: Exploration, steps: Counter, num_envs: int, learning_starts: int = 0) -> jax.Array:
+    """Returns the probability of random actions after `steps`, `[]` or `[E]`; 1 before `learning_starts` steps."""
+    epsilon = exploration.epsilon(steps, num_envs)
+    if jnp.shape(epsilon) not in ((), (num_envs,)):
         fact = f"{type(exploration).__name__}.epsilon returns an array of shape {list(jnp.shape(epsilon))}"
-        raise ValueError(f"{fact}; return a number, or one for each of the {len(greedy)} environments")
-    probability = jnp.where(at_least(steps, learning_starts), epsilon, 1.0)
-    at_random = jax.vmap(jax.random.uniform)(whether) < probability
+        raise ValueError(f"{fact}; return a number, or one for each of the {num_envs} environments")
+    return jnp.where(at_least(steps, learning_starts), epsilon, 1.0)
+
+
+def epsilon_greedy(epsilon: jax.Array, greedy: jax.Array, keys: jax.Array, obs: Any, num_actions: int) -> jax.Array:
+    """Returns greedy actions `[B]`, or random ones with probability `epsilon`, `[]` or `[B]`."""
+    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+    at_random = jax.vmap(jax.random.uniform)(whether) < epsilon
     return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)

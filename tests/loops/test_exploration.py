@@ -10,7 +10,8 @@ from msrl_jax.algorithms import Annealed, PerEnv, Progress
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import counter
-from msrl_jax.networks.q_network import epsilon_greedy
+from msrl_jax.networks.q_network import epsilon_greedy, exploration_rate
+from tests.support.many_agents import Homes
 from tests.support.random_walk import RandomWalk
 
 E, STARTS = 16, 64
@@ -43,7 +44,11 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
 
 def exploring(exploration):
     """Epsilon-greedy actions, compiled: `(greedy, keys, steps) -> actions`."""
-    return jax.jit(lambda greedy, keys, steps: epsilon_greedy(exploration, greedy, keys, steps, None, 1000, STARTS))
+
+    def explore(greedy, keys, steps):
+        return epsilon_greedy(exploration_rate(exploration, steps, len(greedy), STARTS), greedy, keys, None, 1000)
+
+    return jax.jit(explore)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,26 @@ def test_every_environment_has_its_own_epsilon():
         np.testing.assert_allclose((np.asarray(found) >= 0).mean(0), [0.4, 0.4**4.5, 0.4**8], atol=0.03)
     before = explore(jnp.full(3, -1), keys[0], counter(STARTS - 1))
     assert (np.asarray(before) >= 0).all()
+
+
+def test_all_agents_of_an_environment_have_its_epsilon(monkeypatch):
+    """Only the agents of the first environment act at random, so only their actions do not depend on the parameters."""
+    monkeypatch.setattr(PerEnv, "epsilon", lambda self, steps, num_envs: (jnp.arange(num_envs) == 0).astype(jnp.float32))
+    fields = {"num_envs": 4, "unroll_length": 8, "num_updates": 1, "batch_size": 4, "hidden_sizes": (4,), "core": None}
+    fields |= {"replay.learning_starts": 128, "replay.capacity": 256, "exploration": "per_env"}
+    agent = algorithms.build(algorithms.make("qmix", fields), Homes())
+    state = jax.jit(agent.init)(jax.random.key(0))
+    iterate = jax.jit(lambda state: agent.iteration(state, Progress(counter(10)))[0])
+
+    def actions(preferred):
+        params = jax.tree.map(lambda x: x.at[preferred].set(100.0) if x.shape == (3,) else x, state.params)  # a bias
+        return np.asarray(iterate(state._replace(params=params)).teams["agents"].replay.items[3])  # [E, steps, 1, A]
+
+    differ = actions(0) != actions(1)
+    assert not differ[0].any() and (differ[1:].sum((1, 2)) == 8).all()
+
+
+def test_a_rate_of_another_shape_is_refused(monkeypatch):
+    monkeypatch.setattr(PerEnv, "epsilon", lambda self, steps, num_envs: jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"PerEnv.epsilon returns an array of shape \[3\]; return a number, or one .* 16 env"):
+        exploration_rate(PerEnv(), counter(0), E)

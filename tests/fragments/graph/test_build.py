@@ -278,3 +278,14 @@ def test_a_role_of_ones_own_is_refused_with_the_one_that_every_policy_places():
         compile_(iteration("adapter"), jnp.ones(4), msrl.policies.GPUOnly())
     after, _ = compile_(iteration("actor:adapter"), jnp.ones(4), msrl.policies.GPUOnly()).run(jnp.ones(4), 1)
     np.testing.assert_array_equal(after, 2.0 * np.ones(4))
+
+
+def test_a_policy_without_a_home_for_the_state_is_told_of_the_role():
+    class Trainer:
+        def layout(self, devices, sizes):
+            roles = {"actor": Placement.over("a", devices[:1]), "trainer": Placement.over("b", devices[1:2])}
+            return Layout(roles, policy="Trainer()")
+
+    fit = msrl.fragment(role="trainer")(jnp.cos)
+    with pytest.raises(ValueError, match=r"Trainer\(\) places \['actor', 'trainer'\], but values .* the role 'learner'; add"):
+        compile_(lambda x: (fit(msrl.fragment(role="actor")(jnp.sin)(x)), {}), jnp.ones(4), Trainer())
