@@ -1,4 +1,16 @@
-"""Scheduling: turns a partition into the instruction list, with one Move per value and destination."""
+"""Scheduling: turns a partition into the instruction list, with one Move per value and destination.
+
+An iteration that scans `act` and `step`, which are on different placements, and passes the stacked results to `learn` becomes
+
+    Alloc       memory for the stacked results
+    Loop        of the body:
+      RunProgram  act
+      Move        its action
+      RunProgram  step, which writes its results to the current row of that memory
+      Move        its observation
+    Move        the stacked results
+    RunProgram  learn
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -110,6 +122,7 @@ class _RegionScheduler:
         self._read_from = self._find_readers(stacked)
 
     def define(self, var: Var, placement: Placement) -> Value:
+        """Makes the value of a variable on the mesh of a placement."""
         value = self.names.new(aval(var), placement, self.names.labels.get(var, ""), self.names.packed.get(var))
         self.table[var, placement.mesh] = value
         return value
@@ -125,6 +138,7 @@ class _RegionScheduler:
         return self.row(entry, placement) if isinstance(entry, _Row) else entry
 
     def lookup(self, atom: Atom, placement: Placement) -> Value | _Row:
+        """Returns the value, or the row that is the value, at a placement; requests a move there if need be."""
         if isinstance(atom, Literal):
             return self.names.literal(atom, placement)
         found = self.table.get((atom, placement.mesh))
@@ -143,6 +157,7 @@ class _RegionScheduler:
         return self.value_at(atom, self.source(atom, self.default))
 
     def emit_moves(self) -> None:
+        """Emits the requested moves, one Move for each pair of meshes."""
         for pairs in self._moves.values():
             groups: dict[str, list[tuple[Value, Value]]] = {}
             for pair in pairs:
@@ -153,6 +168,7 @@ class _RegionScheduler:
         self._moves.clear()
 
     def index(self, placement: Placement) -> Value:
+        """Returns the number of the current row, on the mesh of a placement."""
         if placement.mesh not in self.indices:
             self.indices[placement.mesh] = self.names.new(ShapedArray((), np.dtype(np.int32)), placement, "row number")
         return self.indices[placement.mesh]
@@ -176,6 +192,7 @@ class _RegionScheduler:
         return value
 
     def emit_all(self) -> None:
+        """Emits the instructions of all groups, in order."""
         for group in self.part.groups:
             if group.placement is None:
                 self.loop(group)
@@ -185,6 +202,7 @@ class _RegionScheduler:
                 self.run(group, group.placement)
 
     def run(self, group: ProgramNodes, placement: Placement) -> None:
+        """Emits the program of a group, which reads its rows and writes the rows of stacked results that it makes."""
         eqns = [n.eqn for n in group.nodes]
         made = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
@@ -216,12 +234,14 @@ class _RegionScheduler:
         )
 
     def host_call(self, node: Node, placement: Placement) -> None:
+        """Emits a call of the host."""
         inputs = tuple(self.value_at(a, placement) for a in node.eqn.invars)
         self.emit_moves()
         outputs = tuple(self.define(v, placement) for v in node.eqn.outvars)
         self.out.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
 
     def loop(self, group: ProgramNodes) -> None:
+        """Emits a Loop, whose body is scheduled like a region of its own, after memory for its stacked results."""
         (node,) = group.nodes
         inner = self.part.loops[node]
         region = inner.region
@@ -265,7 +285,7 @@ class _RegionScheduler:
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in one_per_mesh(p for v, p in self._read_from if v is var)]
 
-    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> "_Buffer":
+    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> _Buffer:
         """Returns the buffer of the stacked result `var`, whose rows are `atom` in the body."""
         label = self.names.labels.get(var, "")
         init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))
@@ -273,7 +293,7 @@ class _RegionScheduler:
             body.writes.setdefault((atom, placement.mesh), []).append((body_in, body_out))
         return _Buffer(LoopCarry(init, body_in, body_out, self.define(var, placement)), atom, placement)
 
-    def write_if_left(self, buffer: "_Buffer") -> None:
+    def write_if_left(self, buffer: _Buffer) -> None:
         """Emits a separate program that stores a row, if no program of this region has stored it."""
         atom, placement = buffer.row, buffer.placement
         stored = buffer.carry.body_in, buffer.carry.body_out
