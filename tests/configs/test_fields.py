@@ -315,7 +315,9 @@ def test_a_custom_option_is_saved_by_the_name_of_its_class(tmp_path, monkeypatch
     for name in ("Plain", "option"):
         with pytest.raises(ValueError, match=rf"DQN.target 'my_targets:{name}' is not a class made with option\(of=QTarget\)"):
             make("dqn", {"target": f"my_targets:{name}()"})
-    own = type("Own", (), {"__doc__": "Own.", "__module__": "__main__", "of": vars(sys.modules["my_targets"].Mixed)["of"]})
+    method = "next_outputs_and_reward"
+    facts = {"__doc__": "Own.", "__module__": "__main__", method: getattr(sys.modules["my_targets"].Mixed, method)}
+    own = type("Own", (), facts)
     saved = Experiment(algorithm=make("dqn", {"target": option(of=QTarget)(own)()})).to_json()
     with pytest.raises(RunFolderError, match=r"has a target object \(Own\(\)\); pass it again"):
         Experiment.from_json(saved)
