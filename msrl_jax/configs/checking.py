@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
-from msrl_jax._compat import Tracer
 from msrl_jax.configs.deferred import MADE, has_arrays, is_deferred, is_hashable, is_object
 from msrl_jax.configs.fields import choices
 from msrl_jax.fragments.support.checks import name_of, shown
