@@ -80,6 +80,8 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
         other = known.get(name, made)
         if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):  # a notebook cell may redefine one
             where = f"{protocol.__name__} has the option {name!r} already, {other.__module__}.{other.__qualname__}"
+            if "__main__" in (other.__module__, made.__module__):
+                where += f"; if it is the same class, pass {cls.__name__}(...) itself, not a text; else"
             raise ValueError(f"{where}; give the class {cls.__name__} another name")
         known[name] = made
     return made

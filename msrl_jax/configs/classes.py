@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -83,9 +84,16 @@ def _check_made(self: Any) -> None:
 
 
 def check_together(self: Any) -> None:
-    """Raises ValueError if fields of an object contradict each other, or one of its options."""
+    """Raises ValueError if fields of an object contradict each other or, for a config, one of its options."""
     if hasattr(self, "check"):
         self.check()
-    for held in (getattr(self, f.name) for f in dataclasses.fields(self) if choices(f)):
+    for held in () if is_option(self) else _options_of(self):
         if hasattr(held, "check_config"):
             held.check_config(self)
+
+
+def _options_of(self: Any) -> Iterator[Any]:
+    """Yields the values of fields with options, at any depth."""
+    for held in (getattr(self, f.name) for f in dataclasses.fields(self) if choices(f)):
+        yield held
+        yield from _options_of(held) if is_option(held) else ()

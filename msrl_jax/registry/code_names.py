@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msrl_jax.agents import schedules
 from msrl_jax.agents.optimizers import NAMED
 from msrl_jax.configs.fields import is_option
 from msrl_jax.fragments.support.naming import is_path
@@ -56,6 +55,4 @@ def _names_code(field: str, text: str) -> bool:
         return False
     if field == "data" or not is_path(text.partition("(")[0]):  # data sets hold no code
         return False
-    if field == "optimizer":
-        return text.partition(":")[0] not in NAMED
-    return field in ("network", "core") or not (schedules.is_ramp(text) or schedules.is_adaptive(text))
+    return field != "optimizer" or text.partition(":")[0] not in NAMED

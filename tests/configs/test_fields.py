@@ -13,6 +13,7 @@ import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
 from msrl_jax.configs.choices import option, text
+from msrl_jax.configs.classes import class_of_fields
 from msrl_jax.configs.fields import OPTIONS as DECLARED
 from msrl_jax.configs.fields import field, is_option, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
@@ -231,17 +232,26 @@ def test_options_of_a_protocol_may_be_declared_anywhere_under_names_of_their_own
 
         side: float = tunable(default=1.0, above=0, doc="length of a side. Usual: 1.")
 
-        def check_config(self, sheet):
-            if self.side > 9:
-                raise ValueError("too long for a sheet")
+        def check_config(self, config):
+            if self.side > config.longest:
+                raise ValueError("too long for a page")
+
+    class Page:
+        """A page."""
+
+        longest: int = field(default=9, doc="length of the longest side. Usual: 9.")
+        sheet: Sheet = field(default=Sheet(), doc="what is on the page. Usual: a sheet.")
+
+    Page = class_of_fields(Page, "the class Page")
 
     sheet = Sheet("oblong:2.0")
     assert sheet.shape == Oblong(2.0) and jax.tree.leaves(sheet) == [2.0] and tunable_fields(Sheet) == ("shape.side",)
     known = r"round, oblong, MODULE:CLASS of your own \(did you mean 'oblong'\?\)"
     with pytest.raises(ValueError, match=rf"Sheet.shape='oblon': use one of {known}"):
         Sheet("oblon")
-    with pytest.raises(ValueError, match="too long"):
-        Sheet(Oblong(10.0))
+    assert Sheet(Oblong(10.0)).shape.side == 10.0
+    with pytest.raises(ValueError, match="too long for a page"):  # a config checks the options in its options, too
+        Page(sheet="sheet(shape=oblong(10.0))")
     unmarked = type("Unmarked", (Oblong,), {})
     with pytest.raises(ValueError, match=r"Sheet.shape=.*: the class Unmarked is not an option; decorate it with option"):
         Sheet(unmarked(2.0))

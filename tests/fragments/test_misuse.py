@@ -50,6 +50,13 @@ def test_a_donated_state_is_refused_by_name(policy):
             use()
 
 
+@pytest.mark.parametrize("dtype", [">f4", "U2", object])
+def test_an_array_of_a_dtype_that_jax_lacks_is_refused_with_the_remedy(dtype):
+    state = init() | {"x": np.zeros(8, dtype)}
+    with pytest.raises(TypeError, match=r"state\['x'\] has dtype .*, which JAX does not have; convert it, as in x.astype"):
+        msrl.compile(iteration, state, policy=policies.GPUOnly(), axes=AXES)
+
+
 @BOTH
 def test_disabled_jit_is_refused(policy):
     program = compiled(policy)

@@ -31,6 +31,10 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     try:
         aval = jax.typeof(leaf)
     except TypeError:
+        if isinstance(leaf, np.ndarray):
+            raise TypeError(
+                f"{name} has dtype {leaf.dtype}, which JAX does not have; convert it, as in x.astype(np.float32)"
+            ) from None
         raise TypeError(
             f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state must be an array: "
             "close over Python objects in the iteration, or convert numbers with jnp.asarray"

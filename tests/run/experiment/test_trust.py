@@ -277,8 +277,10 @@ def test_a_data_set_is_no_code_and_tuples_are_read_as_lists_are():
         assert code_names.code_of({"teams": kind(["a=ippo", "b=evil.py"])}).keys() == {"teams"}
     assert code_names.code_of({"teams": {"a": "ippo", "b": "evil.py"}}).keys() == {"teams"}
     assert code_names.code_of({"teams": {"a": "ippo:optimizer='evil:opt'"}}).keys() == {"teams"}
-    for field in ("network", "core"):  # a module may have the name of a kind of schedule
-        assert code_names.code_of({field: "linear:Net"}) == {field: "linear:Net"}
+    for field in ("network", "core", "exploration", "learning_rate"):  # a module may have the name of a kind of schedule
+        for text in ("linear:Net", " kl:Net(0.1)", "replay(priorities=cosine:Net())"):
+            assert code_names.code_of({field: text}).keys() == {field}
+    assert code_names.code_of({"teams": ["a=qmix:exploration=linear:Evil()"]}).keys() == {"teams"}
 
 
 def test_no_kind_of_name_reaches_the_standard_library():
