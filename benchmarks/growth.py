@@ -142,7 +142,7 @@ COSTS = {
     "environments": Cost("us per step", (16, 128, 1024, 8192, 65_536), lambda n: per_step(n, None)),
     "members": Cost("us per step", (16, 64, 256, 1024, 4096), lambda n: per_step(4, n)),
     "replay": Cost("us per batch", (10_240, 102_400, 1_024_000, 4_096_000), sampling),
-    "frames kept whole": Cost("bytes", (10_240, 102_400, 1_024_000), lambda n: atari_buffer(n, None).nbytes),
+    "frames kept whole": Cost("bytes", (10_240, 102_400), lambda n: atari_buffer(n, None).nbytes),
     "frames kept once": Cost("bytes", (10_240, 102_400, 1_024_000), lambda n: atari_buffer(n, "frame_stack(4)").nbytes),
     "leaves": Cost("s to compile", (64, 256, 1024), lambda n: compiling("GPUOnly", 2, n)),
     "fragments": Cost("s to compile", (16, 64, 256), lambda n: compiling("SingleLearnerCoarse", n, 1)),
