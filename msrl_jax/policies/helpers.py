@@ -90,9 +90,11 @@ def divide_devices(
       The devices of each part.
 
     Raises:
-      ValueError: if there are not enough devices.
+      ValueError: if a number is below 1 or there are not enough devices.
     """
     name = policy_repr(policy)
+    # Those of a custom policy may be anything; the standard policies check theirs when they are made.
+    wanted = {part: None if count is None else whole(f"{name}: {part}", count) for part, count in wanted.items()}
     explicit = sum(count for count in wanted.values() if count is not None)
     needed = explicit + sum(count is None for count in wanted.values())
     if len(devices) == 1 and needed == len(wanted):

@@ -20,7 +20,7 @@ from msrl_jax.policies import (
     SingleLearnerCoarse,
     SingleLearnerFine,
 )
-from msrl_jax.policies.helpers import policy_repr, spec
+from msrl_jax.policies.helpers import divide_devices, policy_repr, spec
 
 
 def counts(policy, num_devices, **sizes):
@@ -195,3 +195,11 @@ def test_parameters_are_given_as_text_or_by_keyword():
     wanted = msrl.policies.SingleLearnerCoarse(learners=2, staleness=1)
     assert msrl.policies.get("singlelearnercoarse:learners=2,staleness=1") == wanted
     assert msrl.policies.get("SingleLearnerCoarse:learners=4,staleness=1", learners=2) == wanted
+
+
+@pytest.mark.parametrize("count", [0, -1, True, "2", 1.5])
+def test_a_custom_policy_divides_devices_by_whole_numbers_only(count):
+    devices = jax.devices()
+    with pytest.raises(ValueError, match=r": parts=.*: use an integer of at least 1"):
+        divide_devices(devices, {"parts": count}, {}, object())
+    assert divide_devices(devices, {"parts": 2.0}, {}, object())["parts"] == devices[:2]
