@@ -65,8 +65,9 @@ def uses_of(name):
     kind, env = algorithms.get(name), environment(name)
     fields = all_fields(kind())
     given = {field: x for field, x in SMALL.items() if field in fields} | PARTICULAR.get(name, {})
-    if "hindsight" in fields:  # which has windows with a core only
-        given = {field: x for field, x in given.items() if field not in ("burn_in", "trace_length")}
+    # Windows need a core where hindsight is possible, and a sum has no sizes.
+    unused = ("burn_in", "trace_length") if "hindsight" in fields else ("mixing_size", "hyper_size") if name == "vdn" else ()
+    given = {field: x for field, x in given.items() if field not in unused}
     if "data" in fields:
         given["data"] = noise(env, 64)
     agent = make_counted(name, env, ITERATIONS, **given)
