@@ -109,7 +109,7 @@ CASES = {
         },
     ),
     "mappo-nnx": ("mappo", {"network": as_network(FORMS["nnx"]), "share_parameters": False, "core": "gru:8"}),
-    "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
+    "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY, "mixing_size": None, "hyper_size": None}),
     "teams": (
         "teams",
         {
