@@ -127,8 +127,8 @@ ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}, "PointMaze": {"max_steps": 
 def relative_difference(a, b):
     """Largest deviation of a tensor, relative to its norm per element, or to 0.01 if this is larger.
 
-    Biases begin at 0. Adam divides their gradients by 1e-5 or a little more, so it turns a rounding of 1e-9 into a difference of
-    3e-8 after one update with a learning rate of 3e-4; an update changes them by 3e-4.
+    Biases begin at 0. Adam divides their gradients by 1e-5 or a little more, so it turns a rounding of 1e-9 into a difference
+    of 3e-8 after one update with a learning rate of 3e-4; an update changes them by 3e-4.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.abs(a - b).max() / max(np.sqrt((b**2).mean()), 1e-2)
