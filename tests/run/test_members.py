@@ -4,7 +4,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.run.experiment.agent_transforms import member_axes
+from msrl_jax import policies
+from msrl_jax.run.experiment import agent_transforms
+from msrl_jax.run.experiment.agent_transforms import block_size, member_axes
 from msrl_jax.run.prepare import make_experiment
 from tests.support.random_walk import RandomWalk
 
@@ -111,3 +113,37 @@ def test_members_have_the_keys_of_single_runs():
     experiment = make_experiment("ppo", "CartPole-v1", seed=last - 2, seeds=3)
     for key, seed in zip(experiment.key, (last - 2, last - 1, last), strict=True):
         assert key == jax.random.key(seed) and key.dtype == jax.random.key(seed).dtype
+
+
+def test_one_cpu_trains_members_in_blocks_with_the_same_bits(tiny, one_device, monkeypatch):
+    def trained(cores):
+        monkeypatch.setattr(agent_transforms, "processors", lambda: cores)
+        experiment = make_experiment("ppo", ENV, total_steps=2 * 64, seeds=64, learning_rate=[1e-3], **tiny)
+        program = experiment.compile(policies.get("GPUOnly"), one_device)
+        state, metrics = program.run(experiment.start(program), 2)
+        loops = [e.params["length"] for e in program.traced.jaxpr.eqns if e.primitive.name == "scan"]
+        return loops, [np.asarray(x) for x in jax.tree.leaves((state.inner.inner.params, metrics))]
+
+    (in_blocks, blocks), (at_once, whole) = trained(1), trained(2)
+    assert in_blocks == [2] and 2 not in at_once
+    for x, y in zip(blocks, whole, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("algo", "members", "policy", "num_devices", "block"),
+    [
+        ("ppo", 128, "GPUOnly", 1, 32),
+        ("ppo", 48, "Central", 1, 24),
+        ("ppo", 37, "GPUOnly", 1, None),  # 37 is prime
+        ("ppo", 32, "GPUOnly", 1, None),
+        ("ppo", 128, "GPUOnly", 2, None),
+        ("ppo", 128, "SingleLearnerCoarse:actors=1,learners=1,staleness=1", 2, None),
+        ("dqn", 128, "GPUOnly", 1, None),  # its buffer would be copied
+    ],
+)
+def test_blocks_are_for_members_on_one_cpu(algo, members, policy, num_devices, block, monkeypatch):
+    monkeypatch.setattr(agent_transforms, "processors", lambda: 1)
+    agent = make_experiment(algo, ENV).agent
+    layout = policies.get(policy).layout(jax.devices()[:num_devices], {"env": 8})
+    assert block_size(agent, members, layout) == block

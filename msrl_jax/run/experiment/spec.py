@@ -35,7 +35,7 @@ from msrl_jax.registry import code_names, files, resolve
 from msrl_jax.registry.lookup import check_env
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
-from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.run.experiment.agent_transforms import block_size, members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.run.experiment.pbt import PBT, evolve, read_pbt
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
 from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
@@ -208,12 +208,15 @@ class Experiment:
 
     @functools.cached_property
     def agent(self) -> Agent:
-        """The agent of the whole run, whose iteration is compiled; its state is a `Counted`."""
+        """The agent of the whole run; its state is a `Counted`."""
+        return self._in_blocks(None)
+
+    def _in_blocks(self, block: int | None) -> Agent:
         steps, one = self.recorded_steps, self.behavior.agent
         if steps is not None or self.guard == "skip":
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
             one = self._of_one(env, skips=self.guard == "skip")
-        agent = members(one, self.numbers) if self.has_members else one
+        agent = members(one, self.numbers, block) if self.has_members else one
         agent = agent if self.pbt is None else evolve(agent, self.pbt, self.rank_by)
         return counted(agent, self.iterations or None)
 
@@ -276,9 +279,12 @@ class Experiment:
                 f"env_params has a ramp, and {self.name} keeps no environments between iterations, so the ramp would stay at "
                 "its start; use numbers and distributions"
             )
-        program = compile_program(
+        compile_agent = lambda agent: compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )
+        program = compile_agent(agent)
+        if block := block_size(agent, self.members, program.layout):
+            program = compile_agent(self._in_blocks(block))
         program.state.check_memory()
         return program
 
