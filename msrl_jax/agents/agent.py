@@ -84,9 +84,9 @@ def innermost(state: Any) -> Any:
     return state
 
 
-def with_innermost(state: Any, own: Any) -> Any:
+def with_innermost(state: Any, new: Any) -> Any:
     """Returns the state with its innermost state replaced."""
-    return state._replace(inner=with_innermost(state.inner, own)) if "inner" in getattr(state, "_fields", ()) else own
+    return state._replace(inner=with_innermost(state.inner, new)) if "inner" in getattr(state, "_fields", ()) else new
 
 
 def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:

@@ -34,7 +34,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
+from msrl_jax.loops.offline import OfflineState, check_has_data, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.heads import make_value
@@ -184,7 +184,7 @@ class IQL:
             return learn_from(batches, held_out, update, learned, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
-            check_given(self, state)
+            check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
             learned = state.params, state.target_params, state.opt_state
             (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)

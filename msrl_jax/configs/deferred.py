@@ -7,7 +7,7 @@ import jax
 
 from msrl_jax.configs.fields import is_option, path_of
 
-MADE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
+INITIALIZED_MODULE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
 
 
 def is_deferred(value: Any) -> bool:

@@ -62,9 +62,9 @@ def field(
       The field, for a class made with `config` or `option`.
     """
     bounds = {"above": above, "at least": low, "at most": high, "below": below}
-    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}
-    about |= {"tunable": tunable, "adaptive": adaptive, "once": once}
-    return dataclasses.field(default=default, metadata=about)  # type: ignore[return-value]
+    metadata = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}
+    metadata |= {"tunable": tunable, "adaptive": adaptive, "once": once}
+    return dataclasses.field(default=default, metadata=metadata)  # type: ignore[return-value]
 
 
 def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> Any:
@@ -82,8 +82,8 @@ def is_option(value: Any) -> bool:
 
 def path_of(kind: Any) -> str | None:
     """How text names the class of an option: NAME, or MODULE:NAME of a custom one; None if no module has that one."""
-    found = kind.option if kind.__module__.startswith("msrl_jax.") else reference(kind)
-    return found if isinstance(found, str) else None
+    name = kind.option if kind.__module__.startswith("msrl_jax.") else reference(kind)
+    return name if isinstance(name, str) else None
 
 
 OPTIONS: dict[type, dict[str, Any]] = {}

@@ -86,8 +86,8 @@ def exploration_rate(exploration: Exploration, steps: Counter, num_envs: int, le
     return jnp.where(at_least(steps, learning_starts), epsilon, 1.0)
 
 
-def epsilon_greedy(epsilon: jax.Array, greedy: jax.Array, keys: jax.Array, obs: Any, num_actions: int) -> jax.Array:
+def epsilon_greedy(epsilon: jax.Array, greedy_actions: jax.Array, keys: jax.Array, obs: Any, num_actions: int) -> jax.Array:
     """Returns greedy actions `[B]`, or random ones with probability `epsilon`, `[]` or `[B]`."""
-    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-    at_random = jax.vmap(jax.random.uniform)(whether) < epsilon
-    return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)
+    explore_keys, action_keys = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+    explores = jax.vmap(jax.random.uniform)(explore_keys) < epsilon
+    return jnp.where(explores, uniform_actions(action_keys, Discrete(num_actions), obs), greedy_actions)

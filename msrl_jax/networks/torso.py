@@ -124,17 +124,17 @@ class AsymmetricTorso(NamedTuple):
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
-Seen = Space | Torso | AsymmetricTorso
+SpaceOrTorsos = Space | Torso | AsymmetricTorso
 """The input of a network: a space of observations, or torsos that are already made."""
 
 
-def make_torsos(seen: Seen, config: NetworkFields) -> Torso | AsymmetricTorso:
+def make_torsos(space_or_torsos: SpaceOrTorsos, config: NetworkFields) -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
-    if isinstance(seen, Torso | AsymmetricTorso):
-        return seen
-    if not are_privileged(seen):
-        return make_torso(seen, config)
-    actor, critic = (make_torso(space, config) for space in seen.spaces)
+    if isinstance(space_or_torsos, Torso | AsymmetricTorso):
+        return space_or_torsos
+    if not are_privileged(space_or_torsos):
+        return make_torso(space_or_torsos, config)
+    actor, critic = (make_torso(space, config) for space in space_or_torsos.spaces)
     return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
