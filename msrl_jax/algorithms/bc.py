@@ -85,20 +85,20 @@ class BC:
             return optax.apply_updates(params, updates), opt_state
 
         @fragment(role="learner")
-        def learn(learned, progress, key, batches, held_out):
-            def update(learned, batch, key, progress):
-                params, target_params, opt_state = learned
+        def learn(learner, progress, key, batches, held_out):
+            def update(learner, batch, key, progress):
+                params, target_params, opt_state = learner
                 grads, stats = gradients(params, batch)
                 params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, target_params, opt_state), stats
 
-            return learn_from(batches, held_out, update, learned, key, progress)
+            return learn_from(batches, held_out, update, learner, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
             check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
-            learned = state.params, state.target_params, state.opt_state
-            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            learner = state.params, state.target_params, state.opt_state
+            (params, target_params, opt_state), key, metrics = learn(learner, progress, state.key, batches, held_out)
             return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:

@@ -128,20 +128,20 @@ class CQL:
             return optax.incremental_update(params, target_params, self.tau)
 
         @fragment(role="learner")
-        def learn(learned, progress, key, batches, held_out):
-            def update(learned, batch, key, progress):
-                params, target_params, opt_state = learned
+        def learn(learner, progress, key, batches, held_out):
+            def update(learner, batch, key, progress):
+                params, target_params, opt_state = learner
                 grads, stats = gradients(params, target_params, batch, key)
                 params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, update_target(target_params, networks.target(params)), opt_state), stats
 
-            return learn_from(batches, held_out, update, learned, key, progress)
+            return learn_from(batches, held_out, update, learner, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
             check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
-            learned = state.params, state.target_params, state.opt_state
-            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            learner = state.params, state.target_params, state.opt_state
+            (params, target_params, opt_state), key, metrics = learn(learner, progress, state.key, batches, held_out)
             return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:
@@ -202,10 +202,10 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
 
         def loss(params):
             q = values(params, e.obs)
-            taken = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
+            action_value = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
             gap = conservative_gap(only_legal(q, e.obs), e.action)
-            losses = optax.l2_loss(taken, target) + weight * gap
-            stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
+            losses = optax.l2_loss(action_value, target) + weight * gap
+            stats = {"value": action_value.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
             return losses.mean(), stats
 
         return loss
@@ -244,10 +244,10 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
     def draw_many(actor, e, keys):
         """Draws actions `[B, 3 * S, D]` with keys `[B, 3 * S]`; returns them and their log-densities."""
         uniform = jax.vmap(lambda keys: uniform_actions(keys, action_space))(keys[:, :count])
-        drawn = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
+        samples = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
         for i, obs in enumerate((e.obs, e.next_obs), 1):
-            drawn.append(draw(actor, jax.tree.map(lambda x: x[:, None], obs), keys[:, i * count : (i + 1) * count]))
-        actions, log_probs = zip(*drawn, strict=True)
+            samples.append(draw(actor, jax.tree.map(lambda x: x[:, None], obs), keys[:, i * count : (i + 1) * count]))
+        actions, log_probs = zip(*samples, strict=True)
         return jnp.concatenate(actions, 1), jnp.concatenate(log_probs, 1)
 
     def make_loss(params, target_critic, e, key):
@@ -256,8 +256,8 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
         next_action, next_log_prob = draw(params["actor"], e.next_obs, next_keys)
         next_q = critics.apply(target_critic, e.next_obs, next_action).min(0)
         target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
-        others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
-        obs_of_others = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*others.shape[:2], *x.shape[1:])), e.obs)
+        sampled_actions, sampled_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
+        repeated_obs = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*sampled_actions.shape[:2], *x.shape[1:])), e.obs)
 
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
@@ -268,7 +268,7 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
             if config.learn_temperature:
                 total += temperature_loss(trained["log_temperature"], log_prob, target_entropy).mean()
 
-            gap = log_partition(critics.apply(trained["critic"], obs_of_others, others), others_log_prob) - q
+            gap = log_partition(critics.apply(trained["critic"], repeated_obs, sampled_actions), sampled_log_prob) - q
             stats = {"conservative_gap": gap.mean()}
             if config.target_gap is None:
                 total += first_weight * gap.sum(0).mean()
