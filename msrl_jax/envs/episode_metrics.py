@@ -56,9 +56,9 @@ def check_declared(name: str, metrics: Any) -> None:
             raise ValueError(f"{name}.metrics has {key!r}; use letters, digits and _ for a name, such as 'success'")
         if key in RESERVED:
             raise ValueError(f"{name}.metrics has {key!r}, which every environment reports; choose another name")
-        if reduction not in (known := get_args(Reduction)):
-            near = suggestion(reduction, known) if isinstance(reduction, str) else ""
-            raise ValueError(f"{name}.metrics[{key!r}] is {reduction!r}{near}; use one of {', '.join(known)}")
+        if reduction not in (reductions := get_args(Reduction)):
+            near = suggestion(reduction, reductions) if isinstance(reduction, str) else ""
+            raise ValueError(f"{name}.metrics[{key!r}] is {reduction!r}{near}; use one of {', '.join(reductions)}")
 
 
 def reported(env: Any, state: PyTree) -> jax.Array | None:
@@ -76,19 +76,19 @@ def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
     return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))
 
 
-def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
+def add(env: Any, metrics_state: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
     """Returns the state after a step with `metrics` `[E, K]`; steps are counted where `counts` `[E]` bool is True, or
     everywhere.
     """
-    if not before:
-        return before
+    if not metrics_state:
+        return metrics_state
     assert metrics is not None
-    kinds, old = np.array(list(metrics_of(env).values())), before.values
+    kinds, old = np.array(list(metrics_of(env).values())), metrics_state.values
     values = jnp.where((kinds == "sum") | (kinds == "mean"), old + metrics, metrics)
-    values = jnp.where((kinds == "max") & (before.steps[:, None] > 0), jnp.maximum(old, metrics), values)
+    values = jnp.where((kinds == "max") & (metrics_state.steps[:, None] > 0), jnp.maximum(old, metrics), values)
     if counts is None:
-        return before._replace(steps=before.steps + 1, values=values)
-    return before._replace(steps=before.steps + counts, values=jnp.where(counts[:, None], values, old))
+        return metrics_state._replace(steps=metrics_state.steps + 1, values=values)
+    return metrics_state._replace(steps=metrics_state.steps + counts, values=jnp.where(counts[:, None], values, old))
 
 
 def so_far(env: Any, episodes: EpisodeMetrics) -> jax.Array:

@@ -59,11 +59,11 @@ def pop(env: Any, sums: EpisodeSums) -> tuple[EpisodeSums, dict[str, Mean]]:
     They are `episode_return` (summed over agents), `episode_length`, and `episode_METRIC` of the environment's metrics.
     """
     count = jnp.sum(sums.num_episodes)
-    kept, means = episode_metrics.pop(env, sums.metrics, count)
+    metrics, means = episode_metrics.pop(env, sums.metrics, count)
     means |= {
         "episode_return": Mean(sums.return_sum.sum(0).sum(), count),
         "episode_length": Mean(jnp.sum(sums.length_sum), count),
     }
     zero = jnp.zeros_like(sums.num_episodes)
-    sums = sums._replace(return_sum=jnp.zeros_like(sums.return_sum), length_sum=zero, num_episodes=zero, metrics=kept)
+    sums = sums._replace(return_sum=jnp.zeros_like(sums.return_sum), length_sum=zero, num_episodes=zero, metrics=metrics)
     return sums, means

@@ -131,19 +131,24 @@ class Stepping:
 
     def start(self, seed: np.ndarray, steps: np.ndarray, action: np.ndarray) -> Callable[[], Any]:
         """Starts a step; environments that are not at step `steps` start a new episode."""
-        other = (self._steps != steps) | (not self._started)
-        if other.any():
-            self.simulators.reset(np.flatnonzero(other), seed[other] ^ steps[other])
+        restarts = (self._steps != steps) | (not self._started)
+        if restarts.any():
+            self.simulators.reset(np.flatnonzero(restarts), seed[restarts] ^ steps[restarts])
         finish = self.simulators.start(action)
-        after = steps + np.uint32(1)
-        self._steps, self._started = after.copy(), True
+        next_steps = steps + np.uint32(1)
+        self._steps, self._started = next_steps.copy(), True
 
         def outcome() -> tuple[np.ndarray, Any]:
-            made = finish()
-            if other.any():
-                made.valid[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
-                if made.metrics is not None:
-                    made.metrics[other] = np.nan
-            return after, tuple(made) if made.metrics is not None else tuple(made)[:-1]
+            result = finish()
+            if restarts.any():
+                result.valid[restarts], result.truncated[restarts], result.terminated[restarts], result.reward[restarts] = (
+                    False,
+                    True,
+                    False,
+                    0,
+                )
+                if result.metrics is not None:
+                    result.metrics[restarts] = np.nan
+            return next_steps, tuple(result) if result.metrics is not None else tuple(result)[:-1]
 
         return outcome

@@ -138,8 +138,8 @@ def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
-            known = inner.default_params.items()
-            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
+            defaults = inner.default_params.items()
+            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in defaults}
     raise TypeError(
         f"{env_name(env)} has no parameters as data. To add them to a custom environment, define a mapping default_params and "
         "a method with_params(params); otherwise set parameters when you make it, envs.make(name, parameter=value)"
@@ -176,8 +176,8 @@ def _checked(env: Any, params: Any) -> ParamSampler:
             values[key] = param_distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
-        given: Any = params
-        values = given if isinstance(given, Curriculum) else Curriculum(lambda key, level: given(key), ())
+        function: Any = params
+        values = function if isinstance(function, Curriculum) else Curriculum(lambda key, level: function(key), ())
         values = jax.tree.map(as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
@@ -198,38 +198,40 @@ def as_number(x: Any) -> np.ndarray:
 def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
     if name not in types:
         near = suggestion(name, types) if isinstance(name, str) else ""
-        others = f" and {len(types) - 20} others (default_params)" if len(types) > 20 else ""
+        number_left = f" and {len(types) - 20} others (default_params)" if len(types) > 20 else ""
         raise ValueError(
-            f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(list(types)[:20])}{others}"
+            f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(list(types)[:20])}{number_left}"
         )
 
 
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the checked shapes and dtypes that a function returns."""
-    taken = counter() if param_distributions.ramps(values) else ()
+    steps = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        drawn = values.sample(key, param_distributions.at(values.level, taken))
-        if not isinstance(drawn, Mapping) or not drawn:
-            raise TypeError(f"the function of env_params of {env} returned {shown(drawn)}; return a mapping name -> value")
-        return dict(jax.tree.map(jnp.asarray, drawn))
+        sampled_params = values.sample(key, param_distributions.at(values.level, steps))
+        if not isinstance(sampled_params, Mapping) or not sampled_params:
+            raise TypeError(
+                f"the function of env_params of {env} returned {shown(sampled_params)}; return a mapping name -> value"
+            )
+        return dict(jax.tree.map(jnp.asarray, sampled_params))
 
-    drawn = output_shapes(sample)
-    for name, x in drawn.items():
+    sampled_params = output_shapes(sample)
+    for name, x in sampled_params.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
             raise ValueError(
                 f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, but the parameter is "
                 f"{types[name].dtype}{list(types[name].shape)}"
             )
-    return drawn
+    return sampled_params
 
 
 def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array]:
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        drawn = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
-        return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
+        params = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
+        return {name: x.astype(types[name].dtype) for name, x in params.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {
         name: param_distributions.draw_param(value, keys[name], types[name], source.taken) for name, value in values.items()
@@ -243,11 +245,11 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     key = output_shapes(lambda key: key)
 
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
-        its = with_params(env, params)
-        state, obs = drop_weak_types(its.reset(key))
+        env_with_params = with_params(env, params)
+        state, obs = drop_weak_types(env_with_params.reset(key))
         methods = "action_mask", "global_state", "privileged_state", "report"
-        also = [getattr(its, method)(state) for method in methods if hasattr(its, method)]
-        return (state, obs), drop_weak_types(its.step(key, state, action)), also
+        outputs = [getattr(env_with_params, method)(state) for method in methods if hasattr(env_with_params, method)]
+        return (state, obs), drop_weak_types(env_with_params.step(key, state, action)), outputs
 
     with_params(env, {})
     try:

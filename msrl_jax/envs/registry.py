@@ -110,8 +110,8 @@ def _keys(value: Any) -> Iterator[Any]:
     """Yields the keys of dicts in a value, at any depth."""
     if isinstance(value, dict):
         yield from value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
-        yield from _keys(each)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
+        yield from _keys(item)
 
 
 def _from_module(name: str, params: dict[str, Any]) -> Environment:
@@ -120,8 +120,10 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
     if module in names():
         raise ValueError(f"cannot read {attribute!r} in {name!r}; write parameters as {module}:key=value,key=value")
     near = suggestion(module, catalog.SUITES)
-    what = f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
-    return _called(name, naming.imported("environment", name, what, _is_made, is_made=True), params)
+    description = (
+        f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
+    )
+    return _called(name, naming.imported("environment", name, description, _is_made, is_made=True), params)
 
 
 def _called(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
@@ -130,8 +132,8 @@ def _called(name: str, factory: Callable[..., Environment], params: dict[str, An
     try:
         signature.bind(**params)
     except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"environment {name!r}: {error}; its parameters are: {known}") from None
+        names_known = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"environment {name!r}: {error}; its parameters are: {names_known}") from None
     return factory(**params)
 
 

@@ -27,9 +27,9 @@ def make(
     """
     envpool = common.load("envpool")
     full = common.full_name("envpool", name, envpool.list_all_envs())
-    own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
-    known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
-    common.check_params(full, params, known - own | {"num_threads", "metrics"})
+    adapter_params = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
+    options = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
+    common.check_params(full, params, options - adapter_params | {"num_threads", "metrics"})
     threads = 0 if num_threads is None else whole(f"{full}: num_threads", num_threads)
     spec = common.build(full, functools.partial(envpool.make_spec, name), params)
     if spec.config.max_num_players > 1:
@@ -44,8 +44,8 @@ def make(
 def _reports(spec: Any) -> list[str]:
     """Returns the numeric entries of `info` with one value per environment."""
     scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
-    named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
-    return ["elapsed_step", *(key for key in named if key != "env_id")]
+    names = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
+    return ["elapsed_step", *(key for key in names if key != "env_id")]
 
 
 class EnvPoolEnvironment(NamedEnvironment):

@@ -58,9 +58,9 @@ class GymnaxEnvironment(NamedEnvironment):
 
     def __init__(self, env: GymnaxBase, params: Any = None, name: str = ""):
         kind = type(env)
-        for method, known in _KNOWN.items():
-            own = getattr(kind, method)
-            if f"{own.__module__}.{own.__qualname__}" not in known:
+        for method, usual_names in _KNOWN.items():
+            method_of_env = getattr(kind, method)
+            if f"{method_of_env.__module__}.{method_of_env.__qualname__}" not in usual_names:
                 raise ValueError(
                     f"{kind.__name__} overrides gymnax's {method}, which is not called here; move its code to reset_env, "
                     "step_env and is_truncated"
@@ -84,9 +84,9 @@ class GymnaxEnvironment(NamedEnvironment):
         return env
 
     def __repr__(self) -> str:
-        usual = vars(self.env.default_params)
-        changed = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != usual.get(name)}
-        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in changed.items())])})"
+        defaults = vars(self.env.default_params)
+        params = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != defaults.get(name)}
+        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in params.items())])})"
 
     @property
     def render_fps(self) -> float:
@@ -151,8 +151,10 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     fields = [field.name for field in dataclasses.fields(defaults)]
     arguments = {n: p.default for n, p in inspect.signature(type(env)).parameters.items() if n not in fields}
     common.check_params(name, params, [*fields, *arguments])
-    if chosen := {p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments}:
-        env, defaults = _construct(name, chosen)
+    if constructor_params := {
+        p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments
+    }:
+        env, defaults = _construct(name, constructor_params)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})
     if "max_steps_in_episode" in params:
         whole(f"{name}: max_steps_in_episode", defaults.max_steps_in_episode)

@@ -16,11 +16,11 @@ from msrl_jax.envs.suites.catalog import SUITES
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
     """Makes a two-player game by its pgx name; pgx's games have no parameters."""
-    full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
-    if name in pgx.available_envs() and name not in known:
-        other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
-        raise ValueError(f"{full} is not a two-player game, and only those are supported: {', '.join(known)}{other}")
-    common.check_name("pgx", name, known, "two-player game")
+    full, names, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
+    if name in pgx.available_envs() and name not in names:
+        hint = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
+        raise ValueError(f"{full} is not a two-player game, and only those are supported: {', '.join(names)}{hint}")
+    common.check_name("pgx", name, names, "two-player game")
     common.check_params(full, params, ())
     return PgxGame(pgx.make(name), full)
 
