@@ -35,7 +35,7 @@ class OptimizerSpec:
     parameters: tuple[tuple[str, Any], ...] = ()
 
 
-def is_transformation(optimizer: Any) -> bool:
+def is_transformation(optimizer: object) -> bool:
     """Whether an optimizer is a custom transformation."""
     return isinstance(optimizer, optax.GradientTransformation)
 
@@ -45,7 +45,7 @@ def has_own_rate(config: Any) -> bool:
     return is_transformation(getattr(config, "optimizer", "adam")) or adapts(config.learning_rate)
 
 
-def adapts(rate: Any) -> bool:
+def adapts(rate: object) -> bool:
     """Whether a learning rate is an object that scales updates, such as `adaptive_rate.KL`."""
     return hasattr(rate, "transformation")
 

@@ -27,6 +27,7 @@ def replay_ratio(agent: Agent, config: Any) -> str:
     default_ratio = defaults["num_updates"] / (defaults["num_envs"] * defaults["unroll_length"])
     if config.num_updates == defaults["num_updates"] and default_ratio != ratio:
         num_updates = max(1, round(default_ratio * agent.steps_per_iteration))
-        default = f"{default_ratio:.3g} with the default num_envs and unroll_length"
-        text += f" ({default}; num_updates={num_updates} keeps about that)"
+        text += (
+            f" ({default_ratio:.3g} with the default num_envs and unroll_length; num_updates={num_updates} keeps about that)"
+        )
     return text

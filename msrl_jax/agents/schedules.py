@@ -24,6 +24,7 @@ import numpy as np
 
 from msrl_jax.agents.adaptive_rate import KL
 from msrl_jax.configs.checking import RELATIONS
+from msrl_jax.configs.fields import Config
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.text_values import read_call
@@ -55,12 +56,12 @@ class RampSchedule:
         return xp.where(progress < self.warmup, self.start * progress / self.warmup, value) if self.warmup else value
 
 
-def is_schedule(value: Any) -> bool:
+def is_schedule(value: object) -> bool:
     """Whether the value of a tunable field is a schedule."""
     return callable(value) or (isinstance(value, str) and not is_adaptive(value))
 
 
-def is_ramp(value: Any) -> bool:
+def is_ramp(value: object) -> bool:
     """Whether the value of a field is the text of a `RampSchedule`."""
     return isinstance(value, str) and value.partition(":")[0] in _KINDS
 
@@ -74,7 +75,7 @@ def _takes_one(value: Any) -> bool:
     return not isinstance(value, type)
 
 
-def is_adaptive(value: Any) -> bool:
+def is_adaptive(value: object) -> bool:
     """Whether a learning rate is adaptive."""
     return isinstance(value, str) and value.partition(":")[0] == "kl"
 
@@ -116,7 +117,7 @@ def _numbers(text: str, form: str, most: int, names: tuple[str, ...]) -> tuple[s
     return call.name, numbers, options
 
 
-def _number(value: Any) -> float:
+def _number(value: float | str) -> float:
     if isinstance(value, bool | str):
         raise TypeError(f"{value!r} is not a number")
     return float(value)
@@ -145,13 +146,13 @@ def kl_remedy(text: Any) -> str | None:
         return str(error)
 
 
-def given(config: Any) -> dict[str, Any]:
+def given(config: Config) -> dict[str, Any]:
     """Returns the schedules of a config as given, by field."""
     values = {name: value_of(config, name) for name in tunable_fields(config)}
     return {name: value for name, value in values.items() if is_schedule(value)}
 
 
-def check(config: Any) -> dict[str, ScheduleFunction]:
+def check(config: Config) -> dict[str, ScheduleFunction]:
     """Returns the schedules of a config; raises ValueError if a value is not within the bounds of its field."""
     functions = {name: read_schedule(value) for name, value in given(config).items()}
     bounds = {name: f.metadata.get("bounds", {}) for name, f in all_fields(config).items()}

@@ -25,10 +25,11 @@ from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
+from msrl_jax.loops.normalized import initial_statistics, normalize_obs, update_statistics
 from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
@@ -101,7 +102,7 @@ class SAC:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = network_space(self, venv.observation_space)
+        obs_space = normalized_space(venv.observation_space) if self.normalize_observations else venv.observation_space
         heads, windows, prediction = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
         policy = windows.network("actor", obs_space, lambda inputs: heads.policy(inputs, action_space, self))
         critics = windows.network(
@@ -246,7 +247,8 @@ class SAC:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            observations = initial_statistics(obs, normalize=self.normalize_observations)
+            actor_key, critic_key = jax.random.split(params_key)
             inputs = normalize_obs(observations, obs)
             critic = critics.init(critic_key, inputs)
             params = {

@@ -31,10 +31,11 @@ from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
+from msrl_jax.loops.normalized import initial_statistics, normalize_obs, update_statistics
 from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
@@ -110,7 +111,7 @@ class TD3:
         action_space = check_bounded(type(self).__name__, env.action_space)
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = network_space(self, venv.observation_space)
+        obs_space = normalized_space(venv.observation_space) if self.normalize_observations else venv.observation_space
         windows, prediction = windows_of(self), self.returns.of_critics(self.discount)
         actor = windows.network("actor", obs_space, lambda inputs: make_actor(inputs, size, self))
         critics = windows.network(
@@ -254,7 +255,8 @@ class TD3:
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
+            observations = initial_statistics(obs, normalize=self.normalize_observations)
+            actor_key, critic_key = jax.random.split(params_key)
             inputs = normalize_obs(observations, obs)
             params = {"actor": actor.init(actor_key, inputs), "critic": critics.init(critic_key, inputs)}
             learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax.configs.deferred import INITIALIZED_MODULE, has_arrays, is_deferred, is_hashable, is_object
-from msrl_jax.configs.fields import choices
+from msrl_jax.configs.fields import Config, choices
 from msrl_jax.fragments.support.checks import name_of, shown
 from msrl_jax.fragments.support.text_values import Call, parts_of
 
@@ -22,7 +22,7 @@ RELATIONS = {"above": operator.gt, "at least": operator.ge, "at most": operator.
 """How a number may be related to a bound, in words."""
 
 
-def check_fields(self: Any) -> None:
+def check_fields(self: Config) -> None:
     """Raises ValueError unless every `field` of a dataclass has a value of its type and within its bounds."""
     for f in dataclasses.fields(self):
         where, kinds = f"{type(self).__name__}.{f.name}", parts_of(f.type)
@@ -81,7 +81,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     return None
 
 
-def _word_remedy(value: Any, words: list[Any], or_object: bool) -> str | None:
+def _word_remedy(value: object, words: list[Any], or_object: bool) -> str | None:
     if value in words:
         return None
     matches = difflib.get_close_matches(str(value).lower(), words, n=1)
@@ -101,7 +101,7 @@ def _float_remedy(value: Any, bounds: Mapping[str, float]) -> str | None:
     return None if is_float32 else "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -113,13 +113,13 @@ def _bounds_text(bounds: Mapping[str, float], form: str) -> str:
     return " and ".join(f"{relation} {bound:{form}}" for relation, bound in bounds.items())
 
 
-def check_unused(config: Any, names: Collection[str], because: str) -> None:
+def check_unused(config: Config, names: Collection[str], because: str) -> None:
     """Raises ValueError if a field that has no effect differs from its default; `because` completes the message."""
     for f in dataclasses.fields(config):
         if f.name in names and getattr(config, f.name) != f.default:
             raise ValueError(f"{type(config).__name__}.{f.name} has no effect {because}; leave it out")
 
 
-def is_constant(value: Any, number: float) -> bool:
+def is_constant(value: object, number: float) -> bool:
     """Whether a number of a config is constant in the whole program and equal to `number`."""
     return not isinstance(value, Tracer) and value == number

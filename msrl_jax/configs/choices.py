@@ -59,7 +59,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
     return option_of(cls, ()) if cls is not None else lambda cls: option_of(cls, protocols)
 
 
-def _is_protocol(value: Any) -> bool:
+def _is_protocol(value: object) -> bool:
     return getattr(value, "_is_protocol", False)
 
 
@@ -123,7 +123,7 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
-def _is_custom(value: Any, field: dataclasses.Field[Any]) -> bool:
+def _is_custom(value: object, field: dataclasses.Field[Any]) -> bool:
     if isinstance(value, str):
         return is_path(value) and value.partition(":")[0] not in [kind.option for kind in choices(field)]
     return is_object(value) and not is_option(value)

@@ -16,6 +16,7 @@ from msrl_jax.fragments.support.text_values import parts_of
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance as Config
 
     class Tunable:
         """The type of a `tunable` field: set it to a number, a scalar array or a schedule; it reads as a number."""
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         def __set__(self, config: object, value: float | jax.Array | str | Callable[..., Any] | None) -> None: ...
 
 else:
-    Tunable, TunableOrNone = float, float | None
+    Tunable, TunableOrNone, Config = float, float | None, Any
 
 
 def field(
@@ -75,7 +76,7 @@ def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = Fals
     return field(default=default, doc=doc, tunable=True, adaptive=adaptive, once=once, **bounds)
 
 
-def is_option(value: Any) -> bool:
+def is_option(value: object) -> bool:
     """Whether a value is an option or the class of an option."""
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
 

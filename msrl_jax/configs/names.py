@@ -4,10 +4,10 @@ import dataclasses
 import operator
 from typing import Any
 
-from msrl_jax.configs.fields import choices, is_option
+from msrl_jax.configs.fields import Config, choices, is_option
 
 
-def all_fields(config: Any, parents: tuple[Any, ...] = ()) -> dict[str, dataclasses.Field[Any]]:
+def all_fields(config: Config | type[Config], parents: tuple[Any, ...] = ()) -> dict[str, dataclasses.Field[Any]]:
     """Returns the fields of a config and its options, by dotted name; for a class, those of all options that it accepts.
 
     Its `parents` are left out, because an option may hold others of its protocol.
@@ -21,11 +21,11 @@ def all_fields(config: Any, parents: tuple[Any, ...] = ()) -> dict[str, dataclas
     return fields
 
 
-def tunable_fields(config: Any) -> tuple[str, ...]:
+def tunable_fields(config: Config | type[Config]) -> tuple[str, ...]:
     """Returns the names of the fields that may differ between the population members of one program."""
     return tuple(name for name, f in all_fields(config).items() if f.metadata.get("tunable"))
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_of(config: Config, name: str) -> Any:
     """Returns the value of a field of a config, or of an option in it."""
     return operator.attrgetter(name)(config)

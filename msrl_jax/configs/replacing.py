@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from msrl_jax.configs.choices import located, read
-from msrl_jax.configs.fields import choices, is_option
+from msrl_jax.configs.fields import Config, choices, is_option
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
 
 T = TypeVar("T")
 
 
-def with_options(config: Any) -> list[Any]:
+def with_options(config: Config) -> list[Any]:
     """Returns a config and the options in it."""
     values = [getattr(config, f.name) for f in dataclasses.fields(config)]
     return [config, *(option for value in values if is_option(value) for option in with_options(value))]
@@ -22,7 +22,7 @@ def with_options(config: Any) -> list[Any]:
 def with_traced(config: T, values: Mapping[str, Any]) -> T:
     """Replaces fields of a config with traced numbers, without checks; the numbers must have been checked before."""
 
-    def replace(config: Any, **values: Any) -> Any:
+    def replace(config: T, **values: Any) -> T:
         traced = copy.copy(config)
         for name, value in values.items():
             object.__setattr__(traced, name, value)

@@ -26,7 +26,7 @@ class EpisodeSums(NamedTuple):
     metrics: EpisodeMetrics | tuple[()] = ()
 
 
-def begin(env: Any, num_envs: int, *agents: int) -> EpisodeSums:
+def begin(env: object, num_envs: int, *agents: int) -> EpisodeSums:
     """Returns the sums before the first step; `agents` is the number of agents, if rewards are per agent."""
     per_reward, per_env = jnp.zeros((num_envs, *agents), jnp.float32), jnp.zeros(num_envs, jnp.float32)
     return EpisodeSums(per_reward, per_env, per_reward, per_env, per_env, episode_metrics.begin(env, num_envs))

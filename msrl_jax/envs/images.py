@@ -79,7 +79,7 @@ class AsImage(ObservationWrapper):
         return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp)
 
 
-def _is_image(space: Any) -> bool:
+def _is_image(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and 2 <= len(space.shape) <= 4
 
 

@@ -27,7 +27,7 @@ from msrl_jax.envs.base import (
 )
 
 
-def has_masks(env: Any) -> bool:
+def has_masks(env: object) -> bool:
     """Whether an environment declares its legal actions."""
     return getattr(env, "action_mask", None) is not None
 

@@ -28,7 +28,7 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 E = TypeVar("E")
 
 
-def source_of(env: Any) -> ParamSampler | tuple[()]:
+def source_of(env: object) -> ParamSampler | tuple[()]:
     """Returns the parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are
     constants.
     """
@@ -46,7 +46,7 @@ def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
     return drawing
 
 
-def sources(env: Any, num_envs: int) -> ParamSampler | tuple[()]:
+def sources(env: object, num_envs: int) -> ParamSampler | tuple[()]:
     """Returns the parameter source repeated for each copy. `[E, ...]`"""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
 

@@ -121,18 +121,18 @@ def params_text(params: GivenParams | None) -> dict[str, str] | str | None:
     return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
 
 
-def inside(env: Any) -> Iterator[Any]:
+def inside(env: object) -> Iterator[Any]:
     """Yields an environment and those inside its wrappers, outermost first, but not one inside an adapter."""
     while env is not None:
         yield env
         env = None if _has_params(env) else getattr(env, "env", None)
 
 
-def _has_params(env: Any) -> bool:
+def _has_params(env: object) -> bool:
     return hasattr(env, "default_params") and hasattr(env, "with_params")
 
 
-def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def default_params(env: object) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the parameters that can be data, of an environment or the one inside its wrappers; raises TypeError if it has
     none.
     """

@@ -30,7 +30,7 @@ class PrivilegedObservation(NamedTuple):
     privileged_state: Any
 
 
-def has_privileged(env: Any) -> bool:
+def has_privileged(env: object) -> bool:
     """Whether an environment has a privileged state."""
     return getattr(env, "privileged_state", None) is not None
 

@@ -106,7 +106,7 @@ def is_custom(name: str) -> bool:
     return ":" in name and name not in _factories and (suite is None or any(key in suite.code for key in _keys(params)))
 
 
-def _keys(value: Any) -> Iterator[Any]:
+def _keys(value: object) -> Iterator[Any]:
     """Yields the keys of dicts in a value, at any depth."""
     if isinstance(value, dict):
         yield from value
@@ -137,7 +137,7 @@ def _called(name: str, factory: Callable[..., Environment], params: dict[str, An
     return factory(**params)
 
 
-def _is_made(value: Any) -> bool:
+def _is_made(value: object) -> bool:
     """Whether a value is an environment, which has two functions or, if simulated on the host, makes its own copies."""
     return naming.makes(
         value,

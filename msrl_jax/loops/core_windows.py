@@ -22,7 +22,7 @@ from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.off_policy import Batch
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.loops.windows import WindowFields, Windows
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, RecurrentFields
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.networks.torso import AsymmetricTorso, Torso
@@ -37,7 +37,7 @@ class ResolvedCore:
 
     make: Callable[[int], Core]  # from the size of the inputs
 
-    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
+    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: RecurrentFields) -> RecurrentNetwork:
         """Makes a recurrent network."""
         return recurrent_network(observation_space, make_heads, config)
 

@@ -40,7 +40,7 @@ def check_minibatches(config: MinibatchFields) -> None:
         )
 
 
-def has_core(config: Any) -> bool:
+def has_core(config: object) -> bool:
     """Whether the networks of a config have a recurrent core."""
     return getattr(config, "core", None) is not None
 

@@ -8,23 +8,17 @@ from typing import Any
 
 import jax
 
-from msrl_jax.envs import Space, running
+from msrl_jax.envs import running
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
-from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.loops.off_policy import Batch, select
 from msrl_jax.networks.unrolls import flatten
 
 
-def network_space(config: Any, space: Space) -> Space:
-    """Returns the space of the observations that networks see; raises ValueError if these cannot be standardized."""
-    return normalized_space(space) if config.normalize_observations else space
-
-
-def initial_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
+def initial_statistics(obs: Any, *, normalize: bool) -> RunningStatistics | tuple[()]:
     """Returns the initial statistics for observations `[E, ...]`; `()` if observations are not standardized."""
-    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
+    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if normalize else ()
 
 
 def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:

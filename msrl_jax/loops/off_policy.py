@@ -98,8 +98,8 @@ def initial_state(
 def state_axes(buffer: ReplayBuffer, **axes: Any) -> OffPolicyState:
     """Returns the logical axes of a state; `axes` are those of environments and carries."""
     shared = dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P())
-    replay = {"replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes}
-    return OffPolicyState(**{**shared, **replay, "actor_keys": P("env"), **axes})
+    axes = {"actor_keys": P("env"), "replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes, **axes}
+    return OffPolicyState(**shared, **axes)
 
 
 def draw(
@@ -186,5 +186,5 @@ def refreshed(
 ) -> tuple[tuple[Any, Counter], dict[str, Any]]:
     """Refreshes the acting parameters every `period` iterations; returns them and the metric `parameter_age`."""
     count = advance(progress.iteration)
-    age = parameter_age(progress.iteration, version)
-    return select(remainder(count, period) == 0, (params, count), acting_params), {"parameter_age": age}
+    acting_params = select(remainder(count, period) == 0, (params, count), acting_params)
+    return acting_params, {"parameter_age": parameter_age(progress.iteration, version)}

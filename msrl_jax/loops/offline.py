@@ -135,15 +135,14 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     def make(dataset: Dataset, batch_size: int) -> tuple[ReplayBuffer, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
-    fraction = config.validation_fraction
-    training_set, validation_set = dataset.split(fraction) if fraction else (dataset, None)
+    training_set, validation_set = dataset.split(config.validation_fraction) if config.validation_fraction else (dataset, None)
     training, training_state = make(training_set, config.batch_size)
     if validation_set is None:
         return Source(training, None, Data(training_state, ()))
     if len(validation_set) < shards:
         raise ValueError(
-            f"validation_fraction={fraction:g} holds {len(validation_set)} of {len(dataset)} rows out, fewer than "
-            f"one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
+            f"validation_fraction={config.validation_fraction:g} holds {len(validation_set)} of {len(dataset)} rows out, fewer "
+            f"than one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
         )
     validation, validation_state = make(validation_set, min(config.batch_size, len(validation_set) // shards * shards))
     return Source(training, validation, Data(training_state, validation_state))

@@ -7,14 +7,14 @@ team and `S` the length of a global state.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.agents.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.agents.agent import Agent, Metrics, Progress, RolloutFields, logical_axes
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment, fragment_scope
@@ -88,8 +88,8 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         """Combines the arrays of the teams into an array of all agents `[E, A, ...]`."""
         if len(parts) == 1:
             return next(iter(parts.values()))
-        order = [i for name in parts for i in members[name]]
-        return jnp.concatenate(list(parts.values()), axis=1)[:, np.argsort(order)]
+        order = np.argsort([i for name in parts for i in members[name]])
+        return jnp.concatenate(list(parts.values()), axis=1)[:, order]
 
     def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
         return together({name: to_env_action(action) for name, action in actions.items()})
@@ -121,9 +121,8 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     def env_step(env_state, actions):
         env_state, t = venv.step(env_state, joint_action(actions))
         per_agent = {field: getattr(t, field) for field in ("reward", "terminated", "valid", "final_obs")}
-        shared = {"truncated": t.truncated, "final_state": t.final_state}
-        outcome = {name: of_team(name, per_agent) | shared for name in teams}
-        return env_state, team_inputs(t.obs, t.state, t.ended), outcome
+        outcome = {"truncated": t.truncated, "final_state": t.final_state}
+        return env_state, team_inputs(t.obs, t.state, t.ended), {n: of_team(n, per_agent) | outcome for n in teams}
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -141,13 +140,12 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
             }
             return (env_state, next_now, {n: carry for n, (_, _, carry) in outputs.items()}), experience
 
-        begun = {}
+        acting, team_states, keys = {}, {}, {}
         for name, team in teams.items():
             with scope(name):
-                begun[name] = team.begin(state.params[name], state.teams[name], progress)
-        acting, team_states, keys = ({name: x[i] for name, x in begun.items()} for i in range(3))
-        init = state.env_state, state.now, state.carry
-        (env_state, now, carry), experience = jax.lax.scan(step, init, keys, length=unroll_length)
+                acting[name], team_states[name], keys[name] = team.begin(state.params[name], state.teams[name], progress)
+        start = state.env_state, state.now, state.carry
+        (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
         env_state, episodes = pop_episodes(env_state)
         params, new_states, metrics = {}, {}, {}
         for name, team in teams.items():
@@ -168,8 +166,13 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return joint_action(actions), carries
 
     def probabilities(state: TeamsState, obs: Any) -> jax.Array:
-        functions = {name: team.probabilities for name, team in teams.items() if team.probabilities is not None}
-        return together({n: f(state.params[n], state.teams[n], of_team(n, obs)) for n, f in functions.items()})
+        return together(
+            {
+                name: team.probabilities(state.params[name], state.teams[name], of_team(name, obs))
+                for name, team in teams.items()
+                if team.probabilities is not None
+            }
+        )
 
     agent_axes = {name: team.agent_axes for name, team in teams.items()}
     axes = logical_axes(
@@ -196,7 +199,15 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     )
 
 
-def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
+class TeamFields(RolloutFields, Protocol):
+    """The config of an algorithm for teams of agents."""
+
+    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
+        """Builds a team of `num_agents` agents."""
+        ...
+
+
+def agent_of(config: TeamFields, env: MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config whose method `build_team` makes one team of all agents of an environment."""
     venv = vectorize_agents(env, config.num_envs)
     return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)

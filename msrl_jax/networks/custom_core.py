@@ -12,6 +12,7 @@ objects, or the MODULE:NAME of one. All numbers are parameters, as in custom mod
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -55,14 +56,9 @@ def as_core(core: Any) -> Callable[[int], Core]:
     return lambda input_size: _make_checked(functions, input_size, name)
 
 
-def _is_core(value: Any) -> bool:
+def _is_core(value: object) -> bool:
     is_object = not isinstance(value, type) and (isinstance(value, nn.RNNCellBase) or hasattr(value, "init"))
     return is_object or (is_option(value) and hasattr(value, "make"))
-
-
-class _Functions:
-    def __init__(self, init: Callable[..., Any], initial: Callable[..., Any], step: Callable[..., Any]):
-        self.init, self.initial, self.step = init, initial, step
 
 
 def _of_cell(cell: nn.RNNCellBase) -> Any:
@@ -73,8 +69,8 @@ def _of_cell(cell: nn.RNNCellBase) -> Any:
         stepped: Any = cell.apply(params, carry, inputs)
         return stepped[1], stepped[0]
 
-    size = cell.num_feature_axes
-    return _Functions(init, lambda batch: cell.initialize_carry(jax.random.key(0), (batch, *(1,) * size)), step)
+    initial = lambda batch: cell.initialize_carry(jax.random.key(0), (batch, *(1,) * cell.num_feature_axes))
+    return SimpleNamespace(init=init, initial=initial, step=step)
 
 
 def _make_checked(layer: Any, input_size: int, name: str) -> Core:

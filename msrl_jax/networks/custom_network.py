@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Space, spaces
-from msrl_jax.networks.torso import NetworkPart, Torso
+from msrl_jax.networks.torso import NetworkFields, NetworkPart, Torso
 
 
 class CustomNetwork(NamedTuple):
@@ -17,7 +17,7 @@ class CustomNetwork(NamedTuple):
     init: Callable[..., Any]  # (key, obs [B, ...]) -> params
     apply: Callable[..., Any]  # (params, obs [B, ...]) -> features [B, F]
 
-    def torso(self, observation_space: Space, config: Any) -> Torso:
+    def torso(self, observation_space: Space, config: NetworkFields) -> Torso:
         """Makes the torso of a config."""
         layers = config.hidden_sizes, config.activation
         return CustomTorso(observation_space, *layers, layer_norm=config.layer_norm, network=self)
@@ -41,7 +41,7 @@ class CustomNetworks(NamedTuple):
         """Whether no heads follow: True."""
         return True
 
-    def torso(self, observation_space: Space, config: Any) -> Torso:
+    def torso(self, observation_space: Space, config: NetworkFields) -> Torso:
         """Makes the torso of a config, with a network for each part."""
         return WholeTorso(observation_space, config.hidden_sizes, config.activation, network=self)
 

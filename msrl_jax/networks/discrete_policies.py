@@ -19,7 +19,7 @@ from msrl_jax.networks.distributions import Categorical
 from msrl_jax.networks.heads import init_critics, linear_head, make_actor
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.policy_heads import discrete_policy, num_outputs
-from msrl_jax.networks.torso import SpaceOrTorsos, Torso, make_torsos
+from msrl_jax.networks.torso import NetworkFields, SpaceOrTorsos, Torso, make_torsos
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class AllActions(Categorical):
         return 0.5 * jnp.log(jnp.maximum(self.legal.sum(-1), 1))
 
 
-def categorical_policy(space_or_torsos: SpaceOrTorsos, action_space: Discrete | Box, config: Any) -> Network:
+def categorical_policy(space_or_torsos: SpaceOrTorsos, action_space: Discrete | Box, config: NetworkFields) -> Network:
     """Makes a stochastic policy: `(params, obs) -> AllActions`, or for a `Box` of integers `-> Categorical`."""
     network = make_actor(space_or_torsos, num_outputs(action_space), config)
 

@@ -76,14 +76,13 @@ def as_network(network: Any) -> CustomNetwork | CustomNetworks:
     return CustomNetwork(init, functions.apply)
 
 
-def _is_network(value: Any) -> bool:
+def _is_network(value: object) -> bool:
     """Whether an object is one of the forms; a function of a key can only be checked further by a call."""
-    if callable(value) and not callable(getattr(value, "apply", None)):
-        return naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
-    return True
+    is_maker = callable(value) and not callable(getattr(value, "apply", None))
+    return not is_maker or naming.makes(value, lambda kind: kind.__module__.partition(".")[0] not in sys.stdlib_module_names)
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return getattr(value, "__qualname__", None) or type(value).__qualname__
 
 

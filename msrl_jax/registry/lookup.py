@@ -59,7 +59,7 @@ def get(algorithm: str | type) -> type:
     return get(files.newest(checks.find("algorithm", ALGORITHMS, algorithm)))
 
 
-def _is_config(value: Any) -> bool:
+def _is_config(value: object) -> bool:
     return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
 
 

@@ -24,6 +24,7 @@ from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.classes import check_together
 from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
+from msrl_jax.configs.fields import Config
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.configs.replacing import with_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
@@ -44,7 +45,7 @@ _ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to th
 
 
 @entry
-def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
+def build(config: Config, env: Environment | MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
 
     Args:
@@ -63,20 +64,18 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
     return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
 
 
-def objects(config: Any) -> Any:
+def objects(config: Config) -> Any:
     """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
-    replacements: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     if not isinstance(network := getattr(config, "network", "auto"), str) or ":" in network:
-        replacements["network"] = as_network(network)
+        resolved["network"] = as_network(network)
     if (core := getattr(config, "core", None)) is not None:
-        replacements["core"] = ResolvedCore(as_core(core))
-    if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
-        replacements["optimizer"] = (
-            _custom_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
-        )
+        resolved["core"] = ResolvedCore(as_core(core))
+    if _has_optimizer(config) and (optimizer := value_of(config, "optimizer")) not in NAMED:
+        resolved["optimizer"] = _custom_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
-        replacements["learning_rate"] = schedules.read_kl(rate)
-    return with_traced(config, replacements)
+        resolved["learning_rate"] = schedules.read_kl(rate)
+    return with_traced(config, resolved)
 
 
 def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
@@ -84,7 +83,7 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
     return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
-def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
+def check(config: Config) -> dict[str, schedules.ScheduleFunction]:
     """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
     for name, f in all_fields(config).items():
         value, tunable = value_of(config, name), f.metadata.get("tunable")
@@ -108,7 +107,7 @@ def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
     return functions
 
 
-def check_fits(config: Any) -> None:
+def check_fits(config: Config) -> None:
     """Raises ValueError if a field differs from its default that the optimizer, learning rate, core or sharing makes unused."""
     if is_custom_optimizer(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
@@ -121,7 +120,7 @@ def check_fits(config: Any) -> None:
         check_unused(config, ("agent_ids",), "with share_parameters=False")
 
 
-def _has_optimizer(config: Any) -> bool:
+def _has_optimizer(config: Config) -> bool:
     return typing.get_type_hints(type(config)).get("optimizer") == OptimizerKind
 
 
@@ -188,9 +187,9 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    if naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needs_arguments(value):
+    if isinstance(value, optax.GradientTransformation | optax.MultiSteps):
         return True
-    return isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+    return naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needs_arguments(value)
 
 
 def _named_optimizer(text: str) -> OptimizerSpec:

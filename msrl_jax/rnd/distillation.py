@@ -28,7 +28,7 @@ from msrl_jax.loops.minibatches import shuffle
 from msrl_jax.loops.trajectory import Trajectory
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.layers import dense
-from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.torso import NetworkFields, make_torso
 from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.returns.advantages import gae
 from msrl_jax.returns.means import mean
@@ -195,7 +195,7 @@ def random_network_distillation(
     return init, add_intrinsic_rewards
 
 
-def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
+def _networks(space: spaces.Space, config: NetworkFields) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
     """Returns the space of the networks' inputs, the function that computes them from observations `[B, ...]`, and the
     networks.
 
