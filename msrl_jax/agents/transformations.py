@@ -83,7 +83,7 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
             raise
         return Scheduled(inner, numbers), metrics
 
-    def of_state(name: str) -> Callable[..., Any]:
+    def call_inner(name: str) -> Callable[..., Any]:
         return lambda state, *args: getattr(build(state.numbers), name)(state.inner, *args)
 
     return dataclasses.replace(
@@ -91,8 +91,8 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
         init=init,
         iteration=iteration,
         axes=Scheduled(agent.axes, P()),  # type: ignore[arg-type]
-        act=of_state("act"),
-        probabilities=None if agent.probabilities is None else of_state("probabilities"),
+        act=call_inner("act"),
+        probabilities=None if agent.probabilities is None else call_inner("probabilities"),
     )
 
 

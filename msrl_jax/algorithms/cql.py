@@ -103,9 +103,9 @@ class CQL:
         source = read_data(env, self, discount=self.discount)
         venv, to_env_action = playing_env(env, self), action_transform(action_space)
         if isinstance(action_space, Discrete):
-            networks = of_values(env, action_space, self)
+            networks = value_networks(env, action_space, self)
         else:
-            networks = of_actor_and_critics(env, action_space, self)
+            networks = actor_critic_networks(env, action_space, self)
         optimizer = networks.optimizer
 
         @fragment(role="learner")
@@ -177,7 +177,7 @@ class Networks(NamedTuple):
     choose: Callable[[Any, Any, jax.Array | None], jax.Array]  # (params, obs [B, ...], key) -> actions; the best if key is None
 
 
-def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks:
+def value_networks(env: Environment, action_space: Discrete, config: CQL) -> Networks:
     """Makes double DQN with the penalty added to the loss of every example."""
     if are_privileged(env.observation_space):
         raise TypeError(
@@ -216,7 +216,7 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
     return Networks(network.init, make_optimizer(config, epsilon=1e-5), lambda params: params, make_loss, choose_best)
 
 
-def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Networks:
+def actor_critic_networks(env: Environment, action_space: Box, config: CQL) -> Networks:
     """Makes SAC with the penalty added to the loss of the critics."""
     policy = tanh_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)

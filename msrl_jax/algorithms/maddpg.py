@@ -143,7 +143,7 @@ class MADDPG:
             state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
             return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
 
-        def for_all(action: jax.Array) -> jax.Array:
+        def for_every_critic(action: jax.Array) -> jax.Array:
             """Repeats the joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
             return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
 
@@ -187,9 +187,9 @@ class MADDPG:
             obs, next_obs, valid = e.obs, e.next_obs, e.obs.valid
             next_key, key = jax.random.split(batch.key)
             next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
-            next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.valid)
+            next_q = values(target_params["critic"], next_obs.state, for_every_critic(next_action), next_obs.valid)
             target = e.reward + e.discount * next_q
-            joint_action = for_all(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
+            joint_action = for_every_critic(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
             is_own_action = jnp.eye(num_agents, dtype=bool)[:, :, None]
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
@@ -198,7 +198,7 @@ class MADDPG:
                 critic_loss = weight * value_loss(q, target)
                 output = outputs(trained["actor"], obs.obs)
                 # The critic of an agent sees the new action of this agent and the old actions of the others.
-                joint = jnp.where(is_own_action, for_all(actions(output, obs.obs, key)), joint_action)
+                joint = jnp.where(is_own_action, for_every_critic(actions(output, obs.obs, key)), joint_action)
                 actor_loss = -values(params["critic"], obs.state, joint, valid)
                 actor_loss += self.output_penalty * jnp.square(output).mean(-1)
                 stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}

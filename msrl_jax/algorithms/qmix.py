@@ -171,9 +171,9 @@ class QMIX:
                 values, carries = replay_values(network, params["agents"], window, self.burn_in)
                 online_values = successors(network, *jax.lax.stop_gradient((params["agents"], trace, values, carries)))
                 best = only_legal(online_values, trace.next_obs.obs).argmax(-1)
-                next_value = mix(target_params, _of_actions(next_values, best), trace.next_obs)
+                next_value = mix(target_params, _gather_values(next_values, best), trace.next_obs)
                 target = sequence_target(next_value, trace, discount=self.discount, num_steps=self.replay.n_step, epsilon=None)
-                joint_value = mix(params, _of_actions(values, trace.action), trace.obs)[: self.trace_length]
+                joint_value = mix(params, _gather_values(values, trace.action), trace.obs)[: self.trace_length]
                 return sequence_loss(batch.weight, joint_value, target, self.huber_delta, ETA)
 
             return jax.grad(loss, has_aux=True)(params)
@@ -267,6 +267,6 @@ class QMIX:
 VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
 
 
-def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
+def _gather_values(values: jax.Array, action: jax.Array) -> jax.Array:
     """Gathers the values `[..., A]` of actions `[..., A]` from those of all actions `[..., A, N]`."""
     return jnp.take_along_axis(values, action[..., None], -1)[..., 0]

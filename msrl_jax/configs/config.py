@@ -71,7 +71,7 @@ def config(
     def make(cls: Any) -> Any:
         where = f"the config {cls.__name__}"
         _check_class(cls, where)
-        cls.build = _of_plain_fields(cls.build)
+        cls.build = _check_resolved(cls.build)
         new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
@@ -115,7 +115,7 @@ def _check_class(cls: type, where: str) -> None:
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
 
 
-def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
+def _check_resolved(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `build`: rejects texts that stand for objects and schedules; adds the privileged state that critics need."""
 
     @functools.wraps(build)

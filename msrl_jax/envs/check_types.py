@@ -47,11 +47,11 @@ def check_types(env: Any, several: bool = False) -> None:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
     )
-    state, obs = output_shapes(lambda key: _called(env.reset, f"{name}.reset", "state, obs", key))
+    state, obs = output_shapes(lambda key: _call_checked(env.reset, f"{name}.reset", "state, obs", key))
     compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{per_agent}")
 
     def step(key, state, action):
-        return _called(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
+        return _call_checked(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
 
     next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, output_shapes(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
@@ -185,7 +185,7 @@ def in_short(error: BaseException) -> str:
     )
 
 
-def _called(method: Callable[..., Any], place: str, parts: str, *inputs: Any) -> tuple:
+def _call_checked(method: Callable[..., Any], place: str, parts: str, *inputs: Any) -> tuple:
     """Returns the traced result of an environment's method; raises TypeError if it needs concrete values or returns a
     non-array.
     """
@@ -195,7 +195,7 @@ def _called(method: Callable[..., Any], place: str, parts: str, *inputs: Any) ->
     except TypeError as error:
         raise TypeError(f"{place}{inspect.signature(method)} does not take the arguments ({arguments}): {error}") from None
     try:
-        result = returned(method(*inputs), place, parts)
+        result = check_parts(method(*inputs), place, parts)
     except _NEEDS_VALUES as error:
         line = line_of_user(error)
         raise TypeError(f"{place} fails{f' at {line}' if line else ''}: {in_short(error)}") from error
@@ -206,7 +206,7 @@ def _called(method: Callable[..., Any], place: str, parts: str, *inputs: Any) ->
     return drop_weak_types(result)
 
 
-def returned(result: Any, place: str, parts: str) -> tuple:
+def check_parts(result: Any, place: str, parts: str) -> tuple:
     """Returns a result as a tuple; raises TypeError unless it has the parts that `parts` names, separated by ", "."""
     num_parts = len(parts.split(", "))
     if not isinstance(result, tuple) or len(result) != num_parts:

@@ -85,11 +85,11 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     key = jax.random.key(seed)
     first, history = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
     again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
-    problems = [*_effects(venv, name), *_values(env, name, first, history), *_ends(name, history)]
-    random = list(_same(name, (first, history), again))
-    problems += random or [*_alone(name, history), *_split(venv, key)]  # these compare two programs
+    problems = [*_check_effects(venv, name), *_check_values(env, name, first, history), *_check_ends(name, history)]
+    random = list(_check_same(name, (first, history), again))
+    problems += random or [*_check_alone(name, history), *_check_split(venv, key)]  # these compare two programs
     return Report(
-        name, steps * num_envs, int(history["ended"].sum()), tuple(problems), tuple(_notes(env, name, first, history))
+        name, steps * num_envs, int(history["ended"].sum()), tuple(problems), tuple(_make_notes(env, name, first, history))
     )
 
 
@@ -127,7 +127,7 @@ def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]
     return obs, history
 
 
-def _effects(venv: Any, name: str) -> Iterator[str]:
+def _check_effects(venv: Any, name: str) -> Iterator[str]:
     def once(key: jax.Array) -> Any:
         state, obs = venv.reset(key)
         return venv.step(state, _act(venv, key, obs))
@@ -140,11 +140,11 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
         )
 
 
-def _values(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
+def _check_values(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
     """Bounds, finite numbers, legal actions."""
     for method, obs in {"reset": unmasked(first), "step": history["final_obs"]}.items():
         for path, space, x in spaces.arrays_of(env.observation_space, obs):
-            yield from _outside(space, np.asarray(x), f"the observation of {name}.{method}{path}")
+            yield from _check_bounds(space, np.asarray(x), f"the observation of {name}.{method}{path}")
     reward, mask, had_mask = (history[field] for field in ("reward", "mask", "had_mask"))
     if mask is not None:
         valid = np.ones(had_mask.shape[:-1], bool) if (valid := history.get("valid")) is None else valid
@@ -171,7 +171,7 @@ def _is_game(venv: Any) -> bool:
     return has_agents(venv) and len(venv.agents) == 2 and callable(getattr(getattr(venv, "env", None), "to_move", None))
 
 
-def _outside(space: spaces.Discrete | spaces.Box, x: np.ndarray, place: str) -> Iterator[str]:
+def _check_bounds(space: spaces.Discrete | spaces.Box, x: np.ndarray, place: str) -> Iterator[str]:
     """Yields how many values `[..., *shape]` are outside a space."""
     low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
@@ -198,24 +198,24 @@ def _is_close(x: Any, y: Any) -> bool:
     return np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def _differing(first: PyTree, second: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
+def _different_paths(first: PyTree, second: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
     """Returns the paths of the leaves in which two trees with the same structure differ."""
     leaves = zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True)
     return [path for (path, x), y in leaves if not is_same(x, y)]
 
 
-def _ends(name: str, history: dict[str, Any]) -> Iterator[str]:
+def _check_ends(name: str, history: dict[str, Any]) -> Iterator[str]:
     """Checks that the final observation equals the next one, unless the episode ended."""
     obs, final_obs = jax.tree.map(lambda x: x[~history["ended"]], (history["obs"], history["final_obs"]))
-    for path in _differing(obs, final_obs):
+    for path in _different_paths(obs, final_obs):
         yield (
             f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that do not end an episode; "
             "final_obs is the observation before any reset"
         )
 
 
-def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
-    for path in _differing(once, again)[:1]:
+def _check_same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
+    for path in _different_paths(once, again)[:1]:
         yield (
             f"{name} returned a different {_label(path)} in a second run with the same keys and actions; draw all random "
             "numbers from the keys of reset and step, never from NumPy or the clock"
@@ -228,16 +228,16 @@ def _label(path: Any) -> str:
     return "first observation" if keys[0] == "0" else "step" if keys[1] == "alone" else keys[1]
 
 
-def _alone(name: str, history: dict[str, Any]) -> Iterator[str]:
+def _check_alone(name: str, history: dict[str, Any]) -> Iterator[str]:
     if "alone" not in history:
         return
     together = (history["final_obs"], history["reward"], history["terminated"], history["truncated"])
-    for path in _differing(history["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
+    for path in _different_paths(history["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
         part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
         yield f"the {part}{keystr(path[1:])} of {name}.step differs under jax.vmap"
 
 
-def _split(venv: Any, key: jax.Array) -> Iterator[str]:
+def _check_split(venv: Any, key: jax.Array) -> Iterator[str]:
     """Checks that splitting the copies over devices does not change the results of one step from the first states."""
     if not isinstance(venv, Vectorized):
         return
@@ -252,11 +252,11 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     except Exception as error:  # the environment may raise anything; report it
         yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
         return
-    for path in _differing(whole_result, split_result, _is_close):
+    for path in _different_paths(whole_result, split_result, _is_close):
         yield f"{venv.name}.step under jax.shard_map over {count} devices returns a different {keystr(path).lstrip('.')}"
 
 
-def _notes(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
+def _make_notes(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
     yield from unseen_images(env)
     if not history["ended"].any():
         yield f"no episode of {name} ended in {len(history['ended'])} steps; returns need the end of an episode"
@@ -271,10 +271,10 @@ def _notes(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Itera
     if (mask := history["mask"]) is not None and has_masks(env) and mask.all():
         yield f"{name}.action_mask allowed all actions in all states"
     if hasattr(env, "goal_reward"):
-        yield from _of_goals(env, name, history)
+        yield from _check_goals(env, name, history)
 
 
-def _of_goals(env: Any, name: str, history: dict[str, Any]) -> Iterator[str]:
+def _check_goals(env: Any, name: str, history: dict[str, Any]) -> Iterator[str]:
     """Checks that the rewards of steps equal `goal_reward`, which HER uses instead."""
     try:
         goals, obs = goals_of(env), history["final_obs"]

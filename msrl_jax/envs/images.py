@@ -70,20 +70,22 @@ class AsImage(ObservationWrapper):
         """A `Box` of shape `[H, W, C]`, uint8 or float32."""
         arrays = [part for _, part, _ in spaces.arrays_of(self.env.observation_space)]
         parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for part in arrays]
-        low, high = (_joined([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
+        low, high = (_join_channels([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
         return spaces.Box(low, high, low.shape, low.dtype)
 
     def observe(self, obs: PyTree) -> jax.Array:
         """Returns the image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
         parts = spaces.arrays_of(self.env.observation_space, obs)
-        return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp)
+        return _join_channels(
+            [(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp
+        )
 
 
 def _is_image(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and 2 <= len(space.shape) <= 4
 
 
-def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
+def _join_channels(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
     """Concatenates images and constant channels, with NumPy or jax.numpy."""
     arrays = [_channels_last(part.shape, x) if _is_image(part) else x[..., None, None, :] for part, x in parts]
     if any(x.dtype != np.uint8 for x in arrays):

@@ -88,7 +88,7 @@ def ramps(tree: Any) -> list[ParamRamp]:
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_ramp) if _is_ramp(x)]
 
 
-def at(tree: Any, steps: Counter | tuple[()]) -> Any:
+def replace_ramps(tree: Any, steps: Counter | tuple[()]) -> Any:
     """Replaces the ramps in a pytree of values by their numbers after `steps` steps."""
 
     def number(x: Any) -> Any:
@@ -105,7 +105,7 @@ def at(tree: Any, steps: Counter | tuple[()]) -> Any:
 
 def draw_param(value: Any, key: jax.Array, struct: jax.ShapeDtypeStruct, steps: Counter | tuple[()]) -> jax.Array:
     """Draws a parameter after `steps` steps. Elements of an array are independent, except those of `choice`."""
-    value = at(value, steps)
+    value = replace_ramps(value, steps)
     if not isinstance(value, ParamDistribution):
         return jnp.asarray(value, struct.dtype)
     numbers = [jnp.asarray(number, struct.dtype) for number in value.numbers]

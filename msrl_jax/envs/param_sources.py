@@ -100,7 +100,7 @@ def changed(env: Any, values: Any) -> Any:
         )
     if isinstance(source.values, Curriculum):
         _check_same("the level", source.values.level, values)
-        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
+        return jax.tree.map(_cast_like, source.values, dataclasses.replace(source.values, level=values))
     if not isinstance(values, Mapping):
         raise ValueError(f"set the parameters of {env_name(env)} by name, {{name: value}}, not by {shown(values)}")
     types, new_values = default_params(env), {}
@@ -115,7 +115,7 @@ def changed(env: Any, values: Any) -> Any:
     return new_values
 
 
-def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
+def _cast_like(old: np.ndarray, new: Any) -> np.ndarray:
     array = as_number(new)
     number = array.astype(old.dtype)
     if old.dtype.kind != "f" and (number != array).any():

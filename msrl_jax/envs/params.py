@@ -85,9 +85,9 @@ class RandomizeParams(EnvironmentWrapper):
                 raise ValueError(f"the parameters of {self.name} are already drawn; pass all of them to one RandomizeParams")
             if hasattr(inner, "vectorize"):
                 raise TypeError(f"{self.name} creates its own parallel copies, so its parameters cannot be data here")
-        object.__setattr__(self, "source", _checked(self.env, self.params))
+        object.__setattr__(self, "source", _make_sampler(self.env, self.params))
 
-    def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
+    def _delegate(self, method: str) -> Callable[[RandomizedState], jax.Array]:
         getattr(self.env, method)
         return lambda state: getattr(with_params(self.env, state.params), method)(state.env_state)
 
@@ -163,7 +163,7 @@ def around(env: E, inner: Any) -> E:
     return wrapper  # type: ignore[return-value]
 
 
-def _checked(env: Any, params: Any) -> ParamSampler:
+def _make_sampler(env: Any, params: Any) -> ParamSampler:
     name, types = env_name(env), default_params(env)
     if isinstance(params, str):
         params = param_distributions.parse_many(params)
@@ -209,7 +209,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     steps = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        sampled_params = values.sample(key, param_distributions.at(values.level, steps))
+        sampled_params = values.sample(key, param_distributions.replace_ramps(values.level, steps))
         if not isinstance(sampled_params, Mapping) or not sampled_params:
             raise TypeError(
                 f"the function of env_params of {env} returned {shown(sampled_params)}; return a mapping name -> value"
@@ -230,7 +230,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
 def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array]:
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        params = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
+        params = drop_weak_types(dict(values.sample(key, param_distributions.replace_ramps(values.level, source.taken))))
         return {name: x.astype(types[name].dtype) for name, x in params.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {

@@ -66,7 +66,7 @@ def make(name: str, **params: Any) -> Environment:
         name, in_name = parse_spec(name, prefixes=True)
         params = in_name | params
     if name in _factories:
-        return _called(name, _factories[name], params)
+        return _call_factory(name, _factories[name], params)
     if suite := catalog.suite_of(name):
         suite.check_installed()
         with _built(name, params):
@@ -123,10 +123,10 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
     description = (
         f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
     )
-    return _called(name, naming.imported("environment", name, description, _is_made, is_made=True), params)
+    return _call_factory(name, naming.imported("environment", name, description, _is_made, is_made=True), params)
 
 
-def _called(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
+def _call_factory(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
     """Calls a factory; raises ValueError if it does not take these parameters."""
     signature = inspect.signature(factory)
     try:

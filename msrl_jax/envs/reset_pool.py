@@ -69,16 +69,16 @@ def refill(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, argument
     """Renews the spare of one copy of each group by `reset(*arguments)`, if due."""
     group = math.gcd(len(spares.turn), ratio)
 
-    def by_group(x: jax.Array) -> jax.Array:
+    def split_groups(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
-    turn, period = by_group(spares.turn)[:, 0], ratio // group
+    turn, period = split_groups(spares.turn)[:, 0], ratio // group
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row, i, x: row.at[i].set(x))(by_group(old), turn // period, new).reshape(old.shape)
+        return jax.vmap(lambda row, i, x: row.at[i].set(x))(split_groups(old), turn // period, new).reshape(old.shape)
 
     def renew(spares: Spares) -> Spares:
-        due_arguments = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(by_group(x), turn // period), arguments)
+        due_arguments = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(split_groups(x), turn // period), arguments)
         first = jax.tree.map(write, spares.first, jax.vmap(reset)(*due_arguments))
         return spares._replace(first=first, used=write(spares.used, jnp.zeros(turn.shape, bool)))
 

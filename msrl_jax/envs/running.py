@@ -61,12 +61,12 @@ def batch_statistics(batch: PyTree) -> RunningStatistics:
 def normalize(stats: RunningStatistics, values: PyTree, *, epsilon: float = 1e-8, clip: float = 10.0) -> PyTree:
     """Values `[..., *shape]` with mean 0 and variance 1, clipped to [-clip, clip]; unchanged while `stats` is empty."""
 
-    def of_leaf(x, mean, var):
+    def normalize_leaf(x, mean, var):
         x = x.astype(jnp.float32)
         normalized = jnp.clip((x - mean) / jnp.sqrt(var + epsilon), -clip, clip)
         return jnp.where(at_least(stats.count, 1), normalized, x)
 
-    return jax.tree.map(of_leaf, values, stats.mean, stats.var)
+    return jax.tree.map(normalize_leaf, values, stats.mean, stats.var)
 
 
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:

@@ -113,7 +113,7 @@ class _Worker:
     def begin(self, number: int) -> None:
         """Starts an episode; every episode has its own seed."""
         if number not in self.envs:
-            with _silent():  # simulators print warnings about their own files
+            with _silenced():  # simulators print warnings about their own files
                 self.envs[number] = pickle.loads(self.factory)()
         view = self.view
         seed = np.random.SeedSequence([int(view["seed"][number]), int(view["episode"][number])]).generate_state(1)[0]
@@ -146,7 +146,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Discards writes to the standard streams, also by code that is not Python. Exceptions are reported otherwise."""
     stdout_copy = os.dup(2)
     with open(os.devnull, "w") as nothing:

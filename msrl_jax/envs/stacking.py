@@ -21,7 +21,7 @@ from msrl_jax.envs.base import (
     drop_weak_types,
     env_name,
 )
-from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
+from msrl_jax.envs.check_types import check_names, check_parts, check_space, compare_types, show
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.fragments.support.tracebacks import entry
@@ -96,17 +96,17 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
             raise TypeError(f"{name}.{member} has no entry for agent {lacking[0]!r}; give every agent a space")
         for agent in agents:
             check_space(table[agent], f"{name}.{member}[{agent!r}]")
-    observation = _common(name, "observations", {a: env.observation_spaces[a] for a in agents})
-    action = _common(name, "actions", {a: env.action_spaces[a] for a in agents})
+    observation = _common_space(name, "observations", {a: env.observation_spaces[a] for a in agents})
+    action = _common_space(name, "actions", {a: env.action_spaces[a] for a in agents})
     return StackedAgents(env, observation, action)
 
 
-def _common(name: str, noun: str, table: dict[str, spaces.Space]) -> spaces.Space:
+def _common_space(name: str, noun: str, table: dict[str, spaces.Space]) -> spaces.Space:
     common, is_action = next(iter(table.values())), noun == "actions"
     for agent, space in table.items():
-        merged = _merged(common, space, is_action)
+        merged = _merge_spaces(common, space, is_action)
         if merged is None:
-            first = next(a for a in table if _merged(table[a], space, is_action) is None)
+            first = next(a for a in table if _merge_spaces(table[a], space, is_action) is None)
             raise ValueError(
                 f"{name}: the {noun} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {space}. Only "
                 "vectors (for actions, with equal bounds) and Discrete spaces, with the same dtype and start, can be padded; "
@@ -116,7 +116,7 @@ def _common(name: str, noun: str, table: dict[str, spaces.Space]) -> spaces.Spac
     return common
 
 
-def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space | None":
+def _merge_spaces(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space | None":
     """Merges the spaces of two agents: the larger Discrete space, or the longer vector with padding; None if impossible.
 
     The bounds of observations are widened to hold both. The bounds of action components that both have must be equal.
@@ -164,14 +164,14 @@ class StackedAgents(NamedEnvironment):
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode; returns the state and the first observations `[A, ...]`."""
-        state, obs = returned(self.env.reset(key), f"{self.name}.reset", "state, obs")
+        state, obs = check_parts(self.env.reset(key), f"{self.name}.reset", "state, obs")
         return state, self._stack_observations(obs, "reset")
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances an episode by one action of every agent `[A, ...]`."""
-        stepped = self.env.step(key, state, {agent: self._own_action(i, action) for i, agent in enumerate(self.agents)})
+        stepped = self.env.step(key, state, {agent: self._agent_action(i, action) for i, agent in enumerate(self.agents)})
         parts = "state, obs, reward, terminated, truncated"
-        state, obs, reward, terminated, truncated = returned(stepped, f"{self.name}.step", parts)
+        state, obs, reward, terminated, truncated = check_parts(stepped, f"{self.name}.step", parts)
         reward = jnp.stack([jnp.float32(x) for x in self._scalars(reward, "the rewards", None)])
         terminated = jnp.stack(self._scalars(terminated, "terminated", bool))
         if isinstance(truncated, Mapping):
@@ -189,7 +189,7 @@ class StackedAgents(NamedEnvironment):
                 raise TypeError(f"action_mask of agent {agent!r} of {self.name} is {show(mask)}; return bool[{size}]")
         return jnp.stack([jnp.pad(mask, (0, n - len(mask))) for mask in masks])
 
-    def _own_action(self, i: int, actions: PyTree) -> PyTree:
+    def _agent_action(self, i: int, actions: PyTree) -> PyTree:
         """Returns the action of agent `i` in its own space. An absent agent may choose anything, so integers are clipped."""
         space, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(space, spaces.Discrete):

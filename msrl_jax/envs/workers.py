@@ -201,13 +201,13 @@ class Workers:
     def _read(self, name: str, envs: np.ndarray) -> Any:
         return self._unflatten([self._view[f"{name}{k}"][envs] for k in range(len(self._layout.paths))])
 
-    def _of(self, envs: np.ndarray) -> list[_Process]:
+    def _processes_of(self, envs: np.ndarray) -> list[_Process]:
         return [self._processes[k] for k in dict.fromkeys(self._owner[envs].tolist())]
 
     def _begin(self, envs: np.ndarray) -> None:
         """Requests new episodes for environments that have none, where they are due."""
         down = envs[self._status[envs] == _Status.DOWN]
-        for process in self._of(down):
+        for process in self._processes_of(down):
             if process.again_at <= time.monotonic():
                 if process.process is None:
                     self._launch(process)
@@ -215,7 +215,7 @@ class Workers:
 
     def _order(self, command: str, envs: np.ndarray, state: _Status) -> None:
         self._status[envs] = state
-        for process in self._of(envs):
+        for process in self._processes_of(envs):
             numbers = envs[self._owner[envs] == self._owner[process.envs[0]]].tolist()
             process.pending.update(numbers)
             process.last_heard = time.monotonic()
@@ -224,7 +224,7 @@ class Workers:
 
     def _listen(self, envs: np.ndarray, wait_for: float | None = None) -> None:
         """Handles messages of workers; waits for the first one, but at most until a worker is due."""
-        processes = self._of(envs)
+        processes = self._processes_of(envs)
         if wait_for is None:
             due = [p.due for p in processes if p.pending or (self._status[p.envs] == _Status.DOWN).any()]
             wait_for = max(min(due, default=0.0) - time.monotonic(), 0.0)
@@ -246,7 +246,7 @@ class Workers:
                 if error is not None and NO_METRIC in error:  # a restart would not help
                     raise RuntimeError(f"{self._name}: {NO_METRIC} {error.partition(NO_METRIC)[2].strip()}")
                 if error is not None:
-                    self._failed(process, np.array(envs), error)
+                    self._handle_failure(process, np.array(envs), error)
                 for e in envs if error is None else ():
                     self._status[e] = _ANSWERED.get(_Status(self._status[e]), self._status[e])
         except (EOFError, OSError):
@@ -255,9 +255,9 @@ class Workers:
 
     def _lose(self, process: _Process, why: str) -> None:
         process.stop()
-        self._failed(process, process.envs, why)
+        self._handle_failure(process, process.envs, why)
 
-    def _failed(self, process: _Process, envs: np.ndarray, why: str) -> None:
+    def _handle_failure(self, process: _Process, envs: np.ndarray, why: str) -> None:
         self._status[envs] = _Status.DOWN
         self._in_a_row[envs] += 1
         process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)

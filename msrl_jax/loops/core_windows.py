@@ -87,7 +87,7 @@ class CoreWindows(Windows):
             if history.last is None:
                 return flatten(outputs[: config.trace_length])
             trace = jax.tree.map(lambda x: x[config.burn_in :], window)
-            return flatten(_at(successors(core, params, trace, outputs, carries), history.last))
+            return flatten(_gather_steps(successors(core, params, trace, outputs, carries), history.last))
 
         def apply(params: Any, obs: Any, *inputs: Any) -> Any:
             if isinstance(history := unmasked(obs), History):
@@ -130,7 +130,7 @@ class CoreWindows(Windows):
             return with_mask_of(obs, History(unmasked(obs), window, last))
 
         obs, action = jax.tree.map(lambda x: x[:length], (trace.obs, trace.action))
-        next_obs = jax.tree.map(lambda x: _at(x, last), trace.next_obs)
+        next_obs = jax.tree.map(lambda x: _gather_steps(x, last), trace.next_obs)
         steps = NStep(history(obs, None), *flatten((action, reward, discount)), history(next_obs, last))
         return batch._replace(experience=steps, weight=flatten(jnp.broadcast_to(batch.weight, reward.shape)))
 
@@ -143,6 +143,6 @@ class CoreWindows(Windows):
         return params | {"heads": super().first_critic(params["heads"])}
 
 
-def _at(x: jax.Array, step: jax.Array) -> jax.Array:
+def _gather_steps(x: jax.Array, step: jax.Array) -> jax.Array:
     """Gathers values `[L, B, ...]` from `[T, B, ...]` at steps `[L, B]`."""
     return jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)(x, step)

@@ -106,19 +106,19 @@ def learn_from(
     num_updates = len(batches.reward)
     key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
 
-    def numbered(number: Any) -> Progress:
+    def progress_at(number: Any) -> Progress:
         return Progress(advance(progress.times(num_updates), number), progress.total and progress.total * num_updates)
 
     def step(learner: Any, inputs: tuple[NStep, jax.Array, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         batch, key, number = inputs
-        learner, stats = update(learner, batch, key, numbered(number))
+        learner, stats = update(learner, batch, key, progress_at(number))
         return learner, dict(stats)
 
     learner, stats = jax.lax.scan(step, learner, (batches, jnp.stack(keys), jnp.arange(num_updates)))
     metrics = jax.tree.map(lambda x: x.mean(), stats)
     if held_out is not None:
         # Run an update only for its statistics; XLA removes the rest, because the new parameters are unused.
-        _, held_out_stats = update(learner, held_out, held_out_key, numbered(num_updates))
+        _, held_out_stats = update(learner, held_out, held_out_key, progress_at(num_updates))
         metrics |= {f"validation_{name}": x for name, x in held_out_stats.items()}
     return learner, key, metrics
 

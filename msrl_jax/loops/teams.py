@@ -94,7 +94,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
         return together({name: to_env_action(action) for name, action in actions.items()})
 
-    def of_team(name: str, x: Any) -> Any:
+    def select_team(name: str, x: Any) -> Any:
         """Selects the agents of a team from `[E, A, ...]`."""
         return x if members[name] == everyone else jax.tree.map(lambda x: x[:, np.array(members[name])], x)
 
@@ -102,7 +102,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return fragment_scope(name if len(teams) > 1 else "")
 
     def team_inputs(obs: Any, state: jax.Array, is_first: jax.Array) -> dict[str, Now]:
-        return {name: Now(of_team(name, obs), state, is_first) for name in teams}
+        return {name: Now(select_team(name, obs), state, is_first) for name in teams}
 
     def init(key: jax.Array) -> TeamsState:
         # A single team gets the same keys as a single-agent algorithm, so that a team of one agent trains identically.
@@ -122,7 +122,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         env_state, t = venv.step(env_state, joint_action(actions))
         per_agent = {field: getattr(t, field) for field in ("reward", "terminated", "valid", "final_obs")}
         outcome = {"truncated": t.truncated, "final_state": t.final_state}
-        return env_state, team_inputs(t.obs, t.state, t.ended), {n: of_team(n, per_agent) | outcome for n in teams}
+        return env_state, team_inputs(t.obs, t.state, t.ended), {n: select_team(n, per_agent) | outcome for n in teams}
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -161,14 +161,14 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         keys = [key] * len(teams) if key is None or len(teams) == 1 else jax.random.split(key, len(teams))
         for team_key, (name, team) in zip(keys, teams.items(), strict=True):
             actions[name], carries[name] = team.choose_action(
-                state.params[name], state.teams[name], of_team(name, obs), team_key, carry[name]
+                state.params[name], state.teams[name], select_team(name, obs), team_key, carry[name]
             )
         return joint_action(actions), carries
 
     def probabilities(state: TeamsState, obs: Any) -> jax.Array:
         return together(
             {
-                name: team.probabilities(state.params[name], state.teams[name], of_team(name, obs))
+                name: team.probabilities(state.params[name], state.teams[name], select_team(name, obs))
                 for name, team in teams.items()
                 if team.probabilities is not None
             }

@@ -50,7 +50,7 @@ def as_core(core: Any) -> Callable[[int], Core]:
     name = f"core={core!r}" if isinstance(core, str) else f"core={getattr(layer, '__qualname__', type(layer).__qualname__)}"
     if isinstance(layer, type):
         raise TypeError(f"{name} is a class; {_FORMS}")
-    functions = _of_cell(layer) if isinstance(layer, nn.RNNCellBase) else layer
+    functions = _from_cell(layer) if isinstance(layer, nn.RNNCellBase) else layer
     if missing := [n for n in ("init", "initial", "step") if not callable(getattr(functions, n, None))]:
         raise TypeError(f"{name} has no {missing[0]}; {_FORMS}")
     return lambda input_size: _make_checked(functions, input_size, name)
@@ -61,7 +61,7 @@ def _is_core(value: object) -> bool:
     return is_object or (is_option(value) and hasattr(value, "make"))
 
 
-def _of_cell(cell: nn.RNNCellBase) -> Any:
+def _from_cell(cell: nn.RNNCellBase) -> Any:
     def init(key: jax.Array, inputs: jax.Array) -> Any:
         return cell.init(key, cell.initialize_carry(key, inputs.shape), inputs)
 

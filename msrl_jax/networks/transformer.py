@@ -102,13 +102,13 @@ def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
 
 def _layer(params: Any, heads: int, x: jax.Array, sources: jax.Array, visible: jax.Array) -> jax.Array:
     """Applies a layer to steps `x` `[..., Q, D]`, the last of `sources` `[..., K, D]`; `visible` is a mask `[..., Q, K]`."""
-    normalized = lambda x, i: _standardized(x) * params["scales"][i] + params["shifts"][i]
+    normalized = lambda x, i: _standardize(x) * params["scales"][i] + params["shifts"][i]
     x = _gate(params["gates"][0], x, nn.relu(_attention(params, heads, normalized(x, 0), normalized(sources, 0), visible)))
     y = matmul(nn.relu(matmul(normalized(x, 1), params["wide"])), params["narrow"])
     return _gate(params["gates"][1], x, nn.relu(y))
 
 
-def _standardized(x: jax.Array) -> jax.Array:
+def _standardize(x: jax.Array) -> jax.Array:
     centered = x - x.mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
 

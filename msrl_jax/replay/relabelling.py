@@ -108,7 +108,7 @@ def relabel(
     goals = relabelling.goals
     mask_key, choice_key = jax.random.split(key_for("goals", key))
     is_relabelled = jax.random.uniform(mask_key, indices.step.shape, jnp.float32) < relabelling.share
-    goal_offset = _choose(ring, relabelling.by, discount, leaves, indices, around, choice_key)
+    goal_offset = _choose_offset(ring, relabelling.by, discount, leaves, indices, around, choice_key)
     goal = ring.take(leaves, indices, goal_offset, lambda item: goals.achieved(item.next_obs))
     desired = ring.take(leaves, indices, jnp.int32(0), lambda item: goals.desired(item.obs))
     achieved = ring.take(leaves, indices, offset, lambda item: goals.achieved(item.next_obs))
@@ -124,7 +124,7 @@ def relabel(
     return jax.tree.map(pick, goal, desired), tuple(jnp.where(is_relabelled, x, old) for x, old in zip(new, steps, strict=True))
 
 
-def _choose(
+def _choose_offset(
     ring: Ring,
     strategy: Strategy,
     discount: float | jax.Array,

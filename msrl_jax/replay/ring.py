@@ -20,7 +20,7 @@ Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last matching name on a path wins."""
 
 
-def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
+def _vmap_over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """Applies `vmap` over `dims` leading dimensions."""
     for _ in range(dims):
         fn = jax.vmap(fn)
@@ -102,17 +102,17 @@ class Ring:
         """Overwrites the oldest steps with items `[T, E, ...]`; also returns the number lost in each shard, `[G]`."""
         self._check(items)
 
-        def by_shard(x: jax.Array) -> jax.Array:
+        def split_shards(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
         lost = jnp.zeros((self.shards, self.unroll_length, self.envs), bool)
-        row, leaves, new = added % self.steps, [by_shard(x) for x in jax.tree.leaves(items)], list(ring_leaves)
+        row, leaves, new = added % self.steps, [split_shards(x) for x in jax.tree.leaves(items)], list(ring_leaves)
         for leaf, (c, x) in enumerate(zip(self.codecs, leaves, strict=True)):
             if c and c.frames:
                 continue
-            packed = _over(c.encode, 3)(x) if c else x
+            packed = _vmap_over(c.encode, 3)(x) if c else x
             new[leaf] = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, 1), ring_leaves[leaf], packed)
-            lost |= ~_over(c.holds, 3)(x) if c and c.holds else False
+            lost |= ~_vmap_over(c.holds, 3)(x) if c and c.holds else False
         for stacks in self.stacks:
             insert = jax.vmap(stacks.insert, (0, None, 0, 0))
             new[stacks.obs], lost_frames = insert(ring_leaves[stacks.obs], row, leaves[stacks.obs], leaves[stacks.next_obs])
@@ -145,7 +145,7 @@ class Ring:
             if (codec := self.codecs[leaf]) is None:
                 return packed
             aval = ShapedArray(kinds[leaf].shape, kinds[leaf].dtype)
-            return _over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
+            return _vmap_over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
 

@@ -12,7 +12,7 @@ from msrl_jax.envs.base import NamedEnvironment
 from msrl_jax.envs.episode_metrics import Reduction, read_declared
 from msrl_jax.envs.host_simulators import HostStep, HostVectorized, Stepping
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.suites.gymnasium_env import converted
+from msrl_jax.envs.suites.gymnasium_env import convert_space
 from msrl_jax.fragments.support.checks import suggestion, whole
 
 
@@ -61,7 +61,9 @@ class EnvPoolEnvironment(NamedEnvironment):
         self.name, self.task, self.params, self.num_threads, self.metrics = name, task, params, num_threads, metrics
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
-            obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
+            obs, self.action_space = (
+                convert_space(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action")
+            )
         obs = spaces.map_arrays(_without_bounds, obs)  # EnvPool's bounds are often wrong
         self.has_images = False
         if isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3:

@@ -101,9 +101,9 @@ class GymnasiumEnvironment(NamedEnvironment):
             raise ValueError(f"{name} cannot be made: {error}") from error
         if not hasattr(env, "action_space") or isinstance(env, gymnasium.vector.VectorEnv):
             raise TypeError(f"the factory of {name} returned {shown(env)}; return a single gymnasium.Env, which is then copied")
-        object.__setattr__(self, "name", self.name or _own_name(env))
+        object.__setattr__(self, "name", self.name or _full_name(env))
         for field in ("observation_space", "action_space"):
-            object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
+            object.__setattr__(self, field, convert_space(getattr(env, field), f"{self.name}: {field}"))
         try:
             if self.metrics:
                 _try_metrics(env, tuple(self.metrics))
@@ -163,7 +163,7 @@ class GymnasiumEnvironment(NamedEnvironment):
             env.close()
 
 
-def _own_name(env: Any) -> str:
+def _full_name(env: Any) -> str:
     """Returns the class of an environment, or of its outermost wrapper that is not from Gymnasium, and its id if it has one."""
     inner = env
     while isinstance(inner, gymnasium.Wrapper) and type(inner).__module__.startswith("gymnasium."):
@@ -200,7 +200,7 @@ def _step_seconds(env: gymnasium.Env[Any, Any]) -> float:
     return statistics.median(times)
 
 
-def converted(space: Any, place: str) -> spaces.Space:
+def convert_space(space: Any, place: str) -> spaces.Space:
     """Converts a Gymnasium space, that of `place`; 64-bit numbers become 32-bit numbers."""
     if 0 in (getattr(space, "shape", None) or ()) or not getattr(space, "spaces", [0]):
         raise TypeError(f"{place} is {space}, which has no elements; give it at least one, for example a constant")
@@ -222,7 +222,7 @@ def converted(space: Any, place: str) -> spaces.Space:
         case gymnasium_spaces.MultiBinary():
             return spaces.Box(0, 1, space.shape, np.int8)
         case gymnasium_spaces.Tuple():
-            return spaces.Tuple(tuple(converted(part, place) for part in space.spaces))
+            return spaces.Tuple(tuple(convert_space(part, place) for part in space.spaces))
         case gymnasium_spaces.Dict():
-            return spaces.Dict({name: converted(part, place) for name, part in space.spaces.items()})
+            return spaces.Dict({name: convert_space(part, place) for name, part in space.spaces.items()})
     raise TypeError(f"{place} is {space}, which is not supported; use Box, Discrete, MultiDiscrete, Tuple or Dict")

@@ -67,9 +67,9 @@ class GymnaxEnvironment(NamedEnvironment):
                 )
         self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
         _, obs = output_shapes(self.reset)
-        self.observation_space = _converted(env.observation_space(self.params), obs)
+        self.observation_space = _convert_space(env.observation_space(self.params), obs)
         action_space = env.action_space(self.params)
-        self.action_space = _converted(action_space, output_shapes(lambda key: to_32_bit(action_space.sample(key))))
+        self.action_space = _convert_space(action_space, output_shapes(lambda key: to_32_bit(action_space.sample(key))))
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
         ) from error
 
 
-def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
+def _convert_space(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
     """Returns a gymnax space with the shapes and dtypes of its actual values; some declarations are wrong (Catch,
     FourRooms).
     """
@@ -180,7 +180,7 @@ def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
     if isinstance(space, gymnax_spaces.Box):
         return spaces.Box(space.low, space.high, x.shape, x.dtype)
     if isinstance(space, gymnax_spaces.Tuple):
-        return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
+        return spaces.Tuple(tuple(_convert_space(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):
-        return spaces.Dict({name: _converted(part, x[name]) for name, part in space.spaces.items()})
+        return spaces.Dict({name: _convert_space(part, x[name]) for name, part in space.spaces.items()})
     raise TypeError(f"the gymnax space {shown(space)} is not supported; use Discrete, Box, Tuple or Dict")

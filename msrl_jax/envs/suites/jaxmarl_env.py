@@ -48,7 +48,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     suite = next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
     weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
     with common.quiet():
-        params = {key: _named(full, key, value) for key, value in params.items()}
+        params = {key: _look_up_name(full, key, value) for key, value in params.items()}
         if suite.ending is _brax:
             params["auto_reset"] = False
         make = functools.partial(_registration().make, name)
@@ -86,7 +86,7 @@ def _weight(full: str, value: Any) -> float:
     return float(value)
 
 
-def _named(full: str, key: str, value: Any) -> Any:
+def _look_up_name(full: str, key: str, value: Any) -> Any:
     """Replaces the name of a scenario or layout by its value; returns other values unchanged."""
     if not isinstance(value, str) or (key, full) == ("layout", "jaxmarl:overcooked_v2"):
         return value
@@ -128,7 +128,7 @@ def _won(env: Any, state: Any) -> jax.Array:
     return ~alive[env.num_allies :].any() & alive[: env.num_allies].any()
 
 
-def _arrived(env: Any, state: Any) -> jax.Array:
+def _share_at_goal(env: Any, state: Any) -> jax.Array:
     """JaxNav: the share of agents that have reached their goals."""
     return state.goal_reached.mean()
 
@@ -174,7 +174,7 @@ _SUITES = {  # by name prefix
     "HeuristicEnemySMAX": _SMAX,
     "LearnedPolicyEnemySMAX": _SMAX,
     "switch_riddle": _Suite(_riddle),
-    "jaxnav": _Suite(_navigation, success=_arrived),
+    "jaxnav": _Suite(_navigation, success=_share_at_goal),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }
 

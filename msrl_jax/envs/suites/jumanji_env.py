@@ -165,11 +165,14 @@ class JumanjiTeam(_Adapter):
         mask = getattr(first.observation, "action_mask", None)
         if mask is not None:
             self.action_mask = lambda state: state.mask
-        self.action_space = spaces.map_arrays(_of_one, _space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        self.action_space = (
+            spaces.map_arrays(_agent_space, _space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        )
         declared = _space(env.observation_spec, super()._observe(first))
         assert isinstance(declared, spaces.Dict)
         parts = {
-            name: spaces.map_arrays(_of_one, part) if name in own_fields else part for name, part in declared.spaces.items()
+            name: spaces.map_arrays(_agent_space, part) if name in own_fields else part
+            for name, part in declared.spaces.items()
         }
         self.observation_space = spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))})
 
@@ -216,7 +219,7 @@ def _space(spec: Any, x: Any) -> spaces.Space:
     return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), x.shape, x.dtype)
 
 
-def _of_one(space: spaces.Discrete | spaces.Box) -> spaces.Box:
+def _agent_space(space: spaces.Discrete | spaces.Box) -> spaces.Box:
     """Returns the space of one agent's entry, given the space of arrays with one entry per agent."""
     assert isinstance(space, spaces.Box)
     return spaces.Box(space.low[0], space.high[0], space.shape[1:], space.dtype)
