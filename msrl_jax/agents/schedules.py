@@ -32,8 +32,8 @@ from msrl_jax.fragments.support.text_values import read_call
 ScheduleFunction = Callable[[Any], Any]
 """`progress -> number`; both are scalar arrays."""
 _KINDS = ("linear", "cosine")
-_FORM = "linear:FROM:TO or cosine:FROM:TO, maybe with ,warmup=SHARE behind it"
-_KL_FORM = "kl:TARGET, maybe with ,start=RATE,low=RATE,high=RATE behind it"
+_FORM = "linear:FROM:TO or cosine:FROM:TO, optionally followed by ,warmup=SHARE"
+_KL_FORM = "kl:TARGET, optionally followed by ,start=RATE,low=RATE,high=RATE"
 _CLOSED = {"above": operator.ge, "below": operator.le}
 _GRID = np.linspace(0, 1, 101, dtype=np.float32)
 

@@ -62,9 +62,9 @@ class Collected(NamedTuple):
     """What actors send to the learner."""
 
     trajectory: Trajectory
-    value_inputs: Any  # what the critic needs of every step, besides observations; `()` if nothing, [T, E, ...]
+    value_inputs: Any  # inputs of the critic for every step, in addition to observations; `()` if nothing, [T, E, ...]
     final_obs: Any  # the last observations of episodes, and of the unroll, [T, E, ...]
-    final_value_inputs: Any  # what the critic needs of these
+    final_value_inputs: Any  # inputs of the critic for these
     carry: Carry  # before the first step, [E, ...] each
 
 

@@ -41,7 +41,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
 
     Args:
       cls: the class.
-      of: a protocol, or a tuple of them: the types of the fields that accept the option, besides those that name its class.
+      of: a protocol, or a tuple of them: the types of the fields that accept the option, in addition to those that name its class.
 
     Returns:
       The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
@@ -91,7 +91,7 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
 
 
 def _check_methods(cls: type, protocol: type) -> None:
-    """Raises TypeError unless a class has the methods of a protocol, which take as many arguments."""
+    """Raises TypeError unless a class has the methods of a protocol, with the same number of arguments."""
     for name, method in vars(protocol).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue

@@ -47,7 +47,7 @@ class TanhNormal:
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
     def expectation(self, x: jax.Array) -> jax.Array:
-        """Estimates the mean over actions of what depends on them by its value for the one drawn. `[...]`."""
+        """Estimates the mean of a function over actions by `x`, its value for the sampled action. `[...]`."""
         return x
 
     def usual_target_entropy(self) -> float:

@@ -69,7 +69,7 @@ def all_action_critics(
     """Makes critics `(params, obs, action [B]) -> [C, B]`, or without actions the values of all, `-> [C, B, N]`."""
     if num_outputs > 1:
         raise ValueError(
-            f"{type(config).__name__}.returns={config.returns} is of the returns of continuous actions, but the space is "
+            f"{type(config).__name__}.returns={config.returns} predicts returns of continuous actions, but the space is "
             f"{action_space}; use returns='expected', or dqn"
         )
     critic = linear_head(torso(make_torsos(space_or_torsos, config).of("critic").clone(), action_space), action_space.n, 1.0)

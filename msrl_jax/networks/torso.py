@@ -22,7 +22,7 @@ IMAGE_ENCODERS: dict[str, Encoder] = {}
 
 
 BLOCKS: dict[str, Callable[[jax.Array, Activate, tuple[int, ...]], jax.Array]] = {}
-"""What comes instead of dense layers, by name; `networks/simba.py` adds its own."""
+"""Layers that replace the dense layers, by name; `networks/simba.py` adds its own."""
 
 
 class NetworkFields(Protocol):
@@ -149,7 +149,7 @@ def make_torso(observation_space: Space, config: NetworkFields) -> Torso:
     if not isinstance(network, str):
         if not hasattr(network, "torso"):
             made_by = "msrl_jax.algorithms.build(config, env), or networks.modules.as_network, makes one of it"
-            raise TypeError(f"network={shown(network)} is no network yet; {made_by}")
+            raise TypeError(f"network={shown(network)} is not a network yet; {made_by}")
         return network.torso(observation_space, config)
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     kind: Any = ("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network

@@ -16,7 +16,7 @@ from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.registry.table import ALGORITHMS
 
 _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
-"""The files that were loaded by path, as they were then."""
+"""The text and the module of each file that was loaded by its path."""
 
 
 def is_file(algorithm: str) -> bool:

@@ -1,4 +1,4 @@
-"""The text of a team: `TEAM=ALGORITHM:field=value,...`, maybe with `agents=PATTERN|...` among the fields."""
+"""The text of a team: `TEAM=ALGORITHM:field=value,...`, optionally with `agents=PATTERN|...` among the fields."""
 
 import contextlib
 from typing import Any

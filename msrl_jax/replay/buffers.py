@@ -369,9 +369,7 @@ def _replay(
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
-    """Returns the `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has
-    none.
-    """
+    """Returns the `storage` of a buffer whose observations have a codec; their masks and other fields have none."""
     no_codecs: dict[str, str | None] = {}
     while isinstance(obs, JointObservation | MaskedObservation | PrivilegedObservation):
         no_codecs |= dict.fromkeys(obs._fields[1:])

@@ -134,7 +134,7 @@ def _share_at_goal(env: Any, state: Any) -> jax.Array:
 
 
 def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the agent in the room announces that all have visited, or time is up."""
+    """Switch Riddle: the agent in the room announces that all have visited it, or time is up."""
     told_all = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
     return told_all, dones["__all__"] & ~told_all
 
