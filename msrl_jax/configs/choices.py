@@ -41,7 +41,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
 
     Args:
       cls: the class.
-      of: a protocol, or a tuple of them: the types of the fields that accept the option, in addition to those that name its class.
+      of: a protocol, or a tuple of them; fields with these types accept the option, and so do fields that name its class.
 
     Returns:
       The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
