@@ -218,7 +218,7 @@ def _custom_optimizer(optimizer: Any) -> optax.GradientTransformation:
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error).strip()}"
             raise ValueError(
-                f"{name} fails: {cause}; it gets only gradients, its state, a pytree of arrays, and parameters"
+                f"{name} fails: {cause}; it gets gradients, its state, a pytree of arrays, and parameters, and nothing else"
             ) from error
         for noun, result, expected in (("updates", updates, params), ("a state", new_state, state)):
             if _shapes(result) != _shapes(expected):
