@@ -115,7 +115,7 @@ def steps_before(config: RolloutFields, progress: Progress) -> Counter:
     return advance(done, jnp.arange(config.unroll_length) * config.num_envs)
 
 
-def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
+def annealed(rate: float, progress: Progress, falls: bool) -> jax.Array:
     """Returns the learning rate, which falls linearly to 0 over the run if `falls`. `[]` float32."""
     if not falls or progress.total is None:
         return jnp.float32(rate)

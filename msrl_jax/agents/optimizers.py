@@ -50,7 +50,7 @@ def adapts(rate: object) -> bool:
     return hasattr(rate, "transformation")
 
 
-def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Any, *, epsilon: float, rms_decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer of a config.
 
     Args:
@@ -88,7 +88,7 @@ def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def _clip(max_norm: Any) -> optax.GradientTransformation:
+def _clip(max_norm: float) -> optax.GradientTransformation:
     """Like `optax.clip_by_global_norm`, but computes the norm with `global_norm`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

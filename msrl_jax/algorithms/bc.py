@@ -61,7 +61,7 @@ class BC:
         space = check_policy_space(env.action_space)
         space = check_bounded(type(self).__name__, space) if is_continuous(space) else space
         policy = heads_of(space).policy(env.observation_space, space, self)
-        source, venv = read_data(env, self), playing_env(env, self)
+        source, venv = read_data(env, self), playing_env(env, self.batch_size, self.shards)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(venv.action_space)
 

@@ -101,7 +101,7 @@ class CQL:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         source = read_data(env, self, discount=self.discount)
-        venv, to_env_action = playing_env(env, self), action_transform(action_space)
+        venv, to_env_action = playing_env(env, self.batch_size, self.shards), action_transform(action_space)
         if isinstance(action_space, Discrete):
             networks = value_networks(env, action_space, self)
         else:

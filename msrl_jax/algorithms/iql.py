@@ -120,7 +120,7 @@ class IQL:
         value = make_value(env.observation_space, self) if isinstance(kind, Expectile) else None
         baseline = jnp.max if isinstance(kind, OfPolicy) and kind.baseline == "max" else jnp.mean
         source = read_data(env, self, discount=self.discount, normalize_rewards=self.normalize_rewards)
-        venv, to_env_action = playing_env(env, self), action_transform(action_space)
+        venv, to_env_action = playing_env(env, self.batch_size, self.shards), action_transform(action_space)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
         def value_of(params, critic, obs, keys, average=jnp.mean):

@@ -54,9 +54,9 @@ class OfflineState(NamedTuple):
     data: Data | tuple[()] = ()  # () in a state for acting only
 
 
-def playing_env(env: Environment, config: Any) -> VectorEnvironment:
+def playing_env(env: Environment, batch_size: int, shards: int | None) -> VectorEnvironment:
     """Makes the environments of a run, one per shard of the data; they provide spaces, and training never steps them."""
-    return envs.vectorize(env, _shards(config))
+    return envs.vectorize(env, _num_shards(batch_size, shards))
 
 
 def state_axes(source: Source | None) -> OfflineState:
@@ -130,7 +130,7 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     dataset = load_for(env, config.data)
     if normalize_rewards:
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
-    shards, storage = _shards(config), storage_of(config.storage, observation_type(env))
+    shards, storage = _num_shards(config.batch_size, config.shards), storage_of(config.storage, observation_type(env))
 
     def make(dataset: Dataset, batch_size: int) -> tuple[ReplayBuffer, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
@@ -154,5 +154,5 @@ def reward_scale(dataset: Dataset) -> float:
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 
 
-def _shards(config: Any) -> int:
-    return math.gcd(config.batch_size, 8) if config.shards is None else config.shards
+def _num_shards(batch_size: int, shards: int | None) -> int:
+    return math.gcd(batch_size, 8) if shards is None else shards
