@@ -229,8 +229,8 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
     """Maps returns `[E]` to ranks, spaced evenly over [-1/2, 1/2]; ties get the mean rank, and nan gets the lowest."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
-    first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
-    return (first + behind - 1) / (2 * (fitness.size - 1)) - 0.5
+    num_below, num_up_to = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
+    return (num_below + num_up_to - 1) / (2 * (fitness.size - 1)) - 0.5
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:

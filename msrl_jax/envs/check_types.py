@@ -167,9 +167,9 @@ def line_of_user(error: BaseException) -> str | None:
     """Returns the line of the environment's code that raised an error, `FILE:LINE (function), SOURCE`; None if there is
     none.
     """
-    installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
+    installed, this_package = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
-    if not frames or frames[-1].filename.startswith(ours):
+    if not frames or frames[-1].filename.startswith(this_package):
         return None
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}), `{frames[-1].line}`"
 

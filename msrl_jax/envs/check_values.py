@@ -84,9 +84,9 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
         return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {in_short(error)}",), ())
     key = jax.random.key(seed)
     first, history = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
-    again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
+    second_run = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
     problems = [*_check_effects(venv, name), *_check_values(env, name, first, history), *_check_ends(name, history)]
-    random = list(_check_same(name, (first, history), again))
+    random = list(_check_same(name, (first, history), second_run))
     problems += random or [*_check_alone(name, history), *_check_split(venv, key)]  # these compare two programs
     return Report(
         name, steps * num_envs, int(history["ended"].sum()), tuple(problems), tuple(_make_notes(env, name, first, history))
@@ -214,8 +214,8 @@ def _check_ends(name: str, history: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _check_same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
-    for path in _different_paths(once, again)[:1]:
+def _check_same(name: str, first_run: PyTree, second_run: PyTree) -> Iterator[str]:
+    for path in _different_paths(first_run, second_run)[:1]:
         yield (
             f"{name} returned a different {_label(path)} in a second run with the same keys and actions; draw all random "
             "numbers from the keys of reset and step, never from NumPy or the clock"
@@ -231,8 +231,8 @@ def _label(path: Any) -> str:
 def _check_alone(name: str, history: dict[str, Any]) -> Iterator[str]:
     if "alone" not in history:
         return
-    together = (history["final_obs"], history["reward"], history["terminated"], history["truncated"])
-    for path in _different_paths(history["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
+    batched = (history["final_obs"], history["reward"], history["terminated"], history["truncated"])
+    for path in _different_paths(history["alone"], jax.tree.map(lambda x: x[:, 0], batched), _is_close):
         part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
         yield f"the {part}{keystr(path[1:])} of {name}.step differs under jax.vmap"
 

@@ -126,6 +126,6 @@ def _cast_like(old: np.ndarray, new: Any) -> np.ndarray:
 def _check_same(place: str, old: PyTree, new: PyTree) -> None:
     shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        was, new = param_distributions.text(old), param_distributions.text(new)
+        old_text, new_text = param_distributions.text(old), param_distributions.text(new)
         remedy = "which would change the program; use a value of the same kind"
-        raise ValueError(f"{place} was {was} and cannot become {new} during a run, {remedy}")
+        raise ValueError(f"{place} was {old_text} and cannot become {new_text} during a run, {remedy}")

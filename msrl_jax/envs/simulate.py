@@ -105,9 +105,9 @@ class _Worker:
             self.begin(number) if command == "reset" else self.step(number)
             return None
         except Exception:
-            broken = self.envs.pop(number, None)
+            env = self.envs.pop(number, None)
             with contextlib.suppress(Exception):
-                broken.close()  # type: ignore[union-attr]
+                env.close()  # type: ignore[union-attr]
             return traceback.format_exc(limit=-8)
 
     def begin(self, number: int) -> None:

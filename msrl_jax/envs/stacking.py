@@ -86,14 +86,14 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     check_made(env)
     name = env_name(cast(Any, env))
     members = ("agents", "observation_spaces", "action_spaces", "reset", "step")
-    if lacking := [member for member in members if not hasattr(env, member)]:
-        raise TypeError(f"{name} has no {lacking[0]}; stack_agents needs {', '.join(members)}")
+    if missing_names := [member for member in members if not hasattr(env, member)]:
+        raise TypeError(f"{name} has no {missing_names[0]}; stack_agents needs {', '.join(members)}")
     check_names(name, env.agents)
     agents = tuple(env.agents)
     for member in ("observation_spaces", "action_spaces"):
         table = getattr(env, member)
-        if lacking := [a for a in agents if a not in table]:
-            raise TypeError(f"{name}.{member} has no entry for agent {lacking[0]!r}; give every agent a space")
+        if missing_names := [a for a in agents if a not in table]:
+            raise TypeError(f"{name}.{member} has no entry for agent {missing_names[0]!r}; give every agent a space")
         for agent in agents:
             check_space(table[agent], f"{name}.{member}[{agent!r}]")
     observation = _common_space(name, "observations", {a: env.observation_spaces[a] for a in agents})
@@ -209,9 +209,9 @@ class StackedAgents(NamedEnvironment):
         """Returns the values in the order of the agents; raises TypeError unless each agent has one."""
         if not isinstance(values, Mapping):
             raise TypeError(f"{noun} of {self.name}: got a {type(values).__name__}; return a dict by agent name")
-        if lacking := [agent for agent in self.agents if agent not in values]:
+        if missing_agents := [agent for agent in self.agents if agent not in values]:
             raise TypeError(
-                f"{noun} of {self.name}: agent {lacking[0]!r} is missing; return an entry for every agent at all times, "
+                f"{noun} of {self.name}: agent {missing_agents[0]!r} is missing; return an entry for every agent at all times, "
                 "including agents that have left"
             )
         return [values[agent] for agent in self.agents]

@@ -253,19 +253,19 @@ class Workers:
             assert process.process is not None
             self._lose(process, f"the worker ended with code {process.process.wait()}")
 
-    def _lose(self, process: _Process, why: str) -> None:
+    def _lose(self, process: _Process, cause: str) -> None:
         process.stop()
-        self._handle_failure(process, process.envs, why)
+        self._handle_failure(process, process.envs, cause)
 
-    def _handle_failure(self, process: _Process, envs: np.ndarray, why: str) -> None:
+    def _handle_failure(self, process: _Process, envs: np.ndarray, cause: str) -> None:
         self._status[envs] = _Status.DOWN
         self._in_a_row[envs] += 1
         process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)
         names = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
         tries = np.where(self._has_stepped[envs], _TRIES, _TRIES_AT_FIRST)
         if (self._in_a_row[envs] >= tries).any():
-            raise RuntimeError(f"{names} of {self._name} failed {tries.min()} times in a row, last with: {why.strip()}")
-        _log.warning("%s of %s failed and will be restarted: %s", names, self._name, why.strip().splitlines()[-1])
+            raise RuntimeError(f"{names} of {self._name} failed {tries.min()} times in a row, last with: {cause.strip()}")
+        _log.warning("%s of %s failed and will be restarted: %s", names, self._name, cause.strip().splitlines()[-1])
 
     def _launch(self, process: _Process) -> None:
         commands, child = Pipe()

@@ -64,8 +64,10 @@ def _text(kind: Any, name: str) -> str:
     if re.search(rf"^class {base}\b", text, re.MULTILINE) is None:
         raise ValueError(f"the config {class_name} is not in a file, as in a notebook; write it to a file, and copy that")
     configs = files.configs(sys.modules[kind.__module__])
-    if also := sorted(configs.keys() - {base, *variants}):
-        raise ValueError(f"{file} has the config {also[0]} too, which a copy would register again; move it to another file")
+    if other_configs := sorted(configs.keys() - {base, *variants}):
+        raise ValueError(
+            f"{file} has the config {other_configs[0]} too, which a copy would register again; move it to another file"
+        )
     old = configs[base].name
     text = text if class_name == base else _as_variant(text, configs[base], kind)
     text = _without_unused(text) if variants else text

@@ -40,8 +40,8 @@ def load(algorithm: str) -> type:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        why = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
+        cause = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"the algorithm {path} cannot be read: {cause}; give the path of a file with a config") from None
     config_classes = configs(_module(path, text))
     if not config_classes:
         raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")

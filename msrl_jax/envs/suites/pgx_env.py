@@ -75,8 +75,8 @@ class PgxGame(NamedEnvironment):
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
         """Who got a reward above 0 at the end of the game, or whether it was a draw."""
-        wins = state.rewards > 0
-        return {"player_0_wins": wins[0], "player_1_wins": wins[1], "draw": state.terminated & ~wins.any()}
+        has_won = state.rewards > 0
+        return {"player_0_wins": has_won[0], "player_1_wins": has_won[1], "draw": state.terminated & ~has_won.any()}
 
     def action_mask(self, state: PyTree) -> jax.Array:
         """Returns the legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""
