@@ -203,16 +203,14 @@ class IPPO:
 
         @fragment(role="learner")
         def gradients(params, batch, carry, index):
-            minibatch, carry = gather_minibatch(self, batch, index, dims), gather_carry(self, carry, index, dims)
+            batch, carry = gather_minibatch(self, batch, index, dims), gather_carry(self, carry, index, dims)
             advantage = (
-                standardize(minibatch.advantage, minibatch.valid)
-                if self.normalize_advantage == "minibatch"
-                else minibatch.advantage
+                standardize(batch.advantage, batch.valid) if self.normalize_advantage == "minibatch" else batch.advantage
             )
 
             def loss(params):
-                policy, value, _ = network.unroll(params, minibatch.inputs, minibatch.is_first, carry)
-                return ppo_loss(self, policy, value, minibatch, advantage, minibatch.old_value, minibatch.target)
+                policy, value, _ = network.unroll(params, batch.inputs, batch.is_first, carry)
+                return ppo_loss(self, policy, value, batch, advantage, batch.old_value, batch.target)
 
             return jax.grad(loss, has_aux=True)(params)
 

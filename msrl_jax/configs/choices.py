@@ -72,22 +72,20 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     name = vars(cls).get("option", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower())
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name == "none":
         raise ValueError(f"{cls.__name__}.option={name!r}: use small letters, digits and _, such as 'my_option'")
-    new_class: Any = cls
-    new_class.option, new_class.read, new_class.__str__ = name, staticmethod(read), lambda self: text(self)
-    new_class = class_of_fields(new_class, f"the option {cls.__name__}")
+    new: Any = cls
+    new.option, new.read, new.__str__ = name, staticmethod(read), lambda self: text(self)
+    new = class_of_fields(new, f"the option {cls.__name__}")
     for protocol in protocols:
         registered = OPTIONS.setdefault(protocol, {})
-        previous = registered.get(name, new_class)
-        if (previous.__module__, previous.__qualname__) != (
-            new_class.__module__,
-            new_class.__qualname__,
-        ):  # a notebook cell may redefine one
+        previous = registered.get(name, new)
+        # A notebook cell may redefine an option.
+        if (previous.__module__, previous.__qualname__) != (new.__module__, new.__qualname__):
             where = f"{protocol.__name__} has the option {name!r} already, {previous.__module__}.{previous.__qualname__}"
-            if "__main__" in (previous.__module__, new_class.__module__):
+            if "__main__" in (previous.__module__, new.__module__):
                 where += f"; if it is the same class, pass {cls.__name__}(...) itself, not a text; else"
             raise ValueError(f"{where}; give the class {cls.__name__} another name")
-        registered[name] = new_class
-    return new_class
+        registered[name] = new
+    return new
 
 
 def _check_methods(cls: type, protocol: type) -> None:
@@ -129,19 +127,16 @@ def _is_custom(value: object, field: dataclasses.Field[Any]) -> bool:
     return is_object(value) and not is_option(value)
 
 
-def text(option: Any, *, with_defaults: bool = False) -> str:
-    """Returns the text of an option, without default values unless `with_defaults`."""
-    return write_value(option, with_defaults=with_defaults, nested=False)
+def text(option: Any, *, full: bool = False) -> str:
+    """Returns the text of an option, without default values unless `full`."""
+    return write_value(option, full=full, nested=False)
 
 
-def write_value(value: Any, *, with_defaults: bool = False, nested: bool = True) -> str:
+def write_value(value: Any, *, full: bool = False, nested: bool = True) -> str:
     """Returns the text of an argument of an option, in the form that `read_call` parses."""
     if is_option(value):
         name = path_of(type(value)) or value.option
-        kwargs = {
-            name: write_value(x, with_defaults=with_defaults)
-            for name, x in fields_of(value, with_defaults=with_defaults).items()
-        }
+        kwargs = {name: write_value(x, full=full) for name, x in fields_of(value, full=full).items()}
         return write_call(name, kwargs, nested=":" in name or (nested and bool(kwargs)))
     return write_argument(value)
 

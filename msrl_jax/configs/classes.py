@@ -13,12 +13,12 @@ from msrl_jax.configs.fields import choices, default_of, is_option
 from msrl_jax.fragments.support.tracebacks import entry
 
 
-def fields_of(value: Any, *, with_defaults: bool = False) -> dict[str, Any]:
-    """Returns the fields of a frozen dataclass that differ from their defaults, or all fields `with_defaults`."""
+def fields_of(value: Any, *, full: bool = False) -> dict[str, Any]:
+    """Returns the fields of a frozen dataclass that differ from their defaults, or all fields if `full`."""
     fields = {}
     for f in dataclasses.fields(value):
         x, default = getattr(value, f.name), default_of(f)
-        if f.repr and (with_defaults or type(x) is not type(default) or x != default):
+        if f.repr and (full or type(x) is not type(default) or x != default):
             fields[f.name] = x
     return fields
 

@@ -131,24 +131,19 @@ class Stepping:
 
     def start(self, seed: np.ndarray, steps: np.ndarray, action: np.ndarray) -> Callable[[], Any]:
         """Starts a step; environments that are not at step `steps` start a new episode."""
-        restarts = (self._steps != steps) | (not self._started)
-        if restarts.any():
-            self.simulators.reset(np.flatnonzero(restarts), seed[restarts] ^ steps[restarts])
+        fresh = (self._steps != steps) | (not self._started)
+        if fresh.any():
+            self.simulators.reset(np.flatnonzero(fresh), seed[fresh] ^ steps[fresh])
         finish = self.simulators.start(action)
         next_steps = steps + np.uint32(1)
         self._steps, self._started = next_steps.copy(), True
 
         def outcome() -> tuple[np.ndarray, Any]:
-            result = finish()
-            if restarts.any():
-                result.valid[restarts], result.truncated[restarts], result.terminated[restarts], result.reward[restarts] = (
-                    False,
-                    True,
-                    False,
-                    0,
-                )
-                if result.metrics is not None:
-                    result.metrics[restarts] = np.nan
-            return next_steps, tuple(result) if result.metrics is not None else tuple(result)[:-1]
+            step = finish()
+            if fresh.any():
+                step.valid[fresh], step.truncated[fresh], step.terminated[fresh], step.reward[fresh] = False, True, False, 0
+                if step.metrics is not None:
+                    step.metrics[fresh] = np.nan
+            return next_steps, tuple(step) if step.metrics is not None else tuple(step)[:-1]
 
         return outcome

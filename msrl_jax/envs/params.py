@@ -209,22 +209,20 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     steps = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        sampled_params = values.sample(key, param_distributions.replace_ramps(values.level, steps))
-        if not isinstance(sampled_params, Mapping) or not sampled_params:
-            raise TypeError(
-                f"the function of env_params of {env} returned {shown(sampled_params)}; return a mapping name -> value"
-            )
-        return dict(jax.tree.map(jnp.asarray, sampled_params))
+        params = values.sample(key, param_distributions.replace_ramps(values.level, steps))
+        if not isinstance(params, Mapping) or not params:
+            raise TypeError(f"the function of env_params of {env} returned {shown(params)}; return a mapping name -> value")
+        return dict(jax.tree.map(jnp.asarray, params))
 
-    sampled_params = output_shapes(sample)
-    for name, x in sampled_params.items():
+    params = output_shapes(sample)
+    for name, x in params.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
             raise ValueError(
                 f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, but the parameter is "
                 f"{types[name].dtype}{list(types[name].shape)}"
             )
-    return sampled_params
+    return params
 
 
 def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array]:

@@ -31,9 +31,7 @@ def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
 
 def update_statistics(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
     """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
-    experience = batch.experience
-    obs = unmasked(experience.obs if experience.reward.ndim == 1 else flatten(experience.obs))  # all steps of windows
+    e = batch.experience
+    obs = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
     statistics = select(batch.ready, running.update(statistics, obs), statistics)
-    return statistics, experience._replace(
-        obs=normalize_obs(statistics, experience.obs), next_obs=normalize_obs(statistics, experience.next_obs)
-    )
+    return statistics, e._replace(obs=normalize_obs(statistics, e.obs), next_obs=normalize_obs(statistics, e.next_obs))

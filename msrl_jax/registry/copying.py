@@ -106,11 +106,11 @@ def _as_variant(source: str, base: Any, variant: Any) -> str:
     edits += [(node, variant.__name__) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == base.__name__]
     for node in class_node.body:
         match node:
-            case ast.AnnAssign(ast.Name(name), value=ast.Call(keywords=keywords)) if getattr(variant, name) != getattr(
+            case ast.AnnAssign(ast.Name(name), value=ast.Call(keywords=kwargs)) if getattr(variant, name) != getattr(
                 base, name
             ):
                 default = repr(getattr(variant, name)).replace("'", '"')
-                edits += [(k.value, default) for k in keywords if k.arg == "default"]
+                edits += [(k.value, default) for k in kwargs if k.arg == "default"]
     lines = [line.encode() for line in source.split("\n")]  # `ast` gives offsets in bytes
     for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
         first, last = node.lineno - 1, node.end_lineno - 1

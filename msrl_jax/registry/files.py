@@ -42,16 +42,14 @@ def load(algorithm: str) -> type:
     except OSError as error:
         cause = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"the algorithm {path} cannot be read: {cause}; give the path of a file with a config") from None
-    config_classes = configs(_module(path, text))
-    if not config_classes:
+    kinds = configs(_module(path, text))
+    if not kinds:
         raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")
-    if name is None and len(config_classes) > 1:
-        raise ValueError(
-            f"{path} has the configs {', '.join(config_classes)}; say which: {match['file']}:{next(iter(config_classes))}"
-        )
-    if name is not None and name not in config_classes:
-        raise ValueError(f"{path} has no config {name!r}{suggestion(name, config_classes)}; it has {', '.join(config_classes)}")
-    return config_classes[name or next(iter(config_classes))]
+    if name is None and len(kinds) > 1:
+        raise ValueError(f"{path} has the configs {', '.join(kinds)}; say which: {match['file']}:{next(iter(kinds))}")
+    if name is not None and name not in kinds:
+        raise ValueError(f"{path} has no config {name!r}{suggestion(name, kinds)}; it has {', '.join(kinds)}")
+    return kinds[name or next(iter(kinds))]
 
 
 def newest(config: type) -> type:

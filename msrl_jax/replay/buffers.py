@@ -287,7 +287,7 @@ def _replay(
         """Returns the offsets of the steps of windows. `[S, b]`"""
         return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(indices.step)))
 
-    def read(leaves: list[Any], indices: Indices, *relabel_arguments: Any) -> Any:
+    def read(leaves: list[Any], indices: Indices, *relabel_args: Any) -> Any:
         if discount is None:
             return ring.take(leaves, indices, jnp.int32(0) if ring.length == 1 else offsets(indices), lambda item: item)
         offset = offsets(indices)
@@ -296,7 +296,7 @@ def _replay(
         goal: Any = None
         if relabelling is not None:
             goal, (reward, *ends) = relabel(
-                ring, relabelling, discount, leaves, indices, offset, (reward, *ends), *relabel_arguments
+                ring, relabelling, discount, leaves, indices, offset, (reward, *ends), *relabel_args
             )
         reward, last, weight = fold(reward, *ends, discount=discount)
         if last.ndim > 1:  # several agents; one whose sum ends earlier has terminated and needs no successor
@@ -325,11 +325,11 @@ def _replay(
             )
         keys = jax.random.split(key, ring.shards)
         indices, probability = draw(state, keys)
-        relabel_arguments = ()
+        relabel_args = ()
         if relabelling is not None:
             around = indices.step - (state.added - state.filled), state.added - 1 - indices.step
-            relabel_arguments = tuple(x % ring.modulus for x in around), keys
-        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, indices, *relabel_arguments)
+            relabel_args = tuple(x % ring.modulus for x in around), keys
+        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, indices, *relabel_args)
         experience = jax.tree.map(lambda x: merge_shards(x, int(windowed)), experience)
         env = indices.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
         probability = merge_shards(probability)

@@ -151,10 +151,8 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     fields = [field.name for field in dataclasses.fields(defaults)]
     arguments = {n: p.default for n, p in inspect.signature(type(env)).parameters.items() if n not in fields}
     common.check_params(name, params, [*fields, *arguments])
-    if constructor_params := {
-        p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments
-    }:
-        env, defaults = _construct(name, constructor_params)
+    if options := {p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments}:
+        env, defaults = _construct(name, options)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})
     if "max_steps_in_episode" in params:
         whole(f"{name}: max_steps_in_episode", defaults.max_steps_in_episode)
