@@ -113,7 +113,7 @@ def _bounds_text(bounds: Mapping[str, float], form: str) -> str:
     return " and ".join(f"{relation} {bound:{form}}" for relation, bound in bounds.items())
 
 
-def check_unused(config: Config, names: Collection[str], because: str) -> None:
+def check_unused(config: Any, names: Collection[str], because: str) -> None:
     """Raises ValueError if a field that has no effect differs from its default; `because` completes the message."""
     for f in dataclasses.fields(config):
         if f.name in names and getattr(config, f.name) != f.default:
