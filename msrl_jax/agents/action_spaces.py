@@ -47,6 +47,6 @@ def _for_integers() -> str:
 
 def _for(actions: Actions) -> str:
     """Lists the algorithms for a kind of actions, those of one agent first."""
-    known: dict[str, Any] = {name: config for name, config in sorted(DECLARED.items()) if actions in vars(config)["actions"]}
-    one, several = ([n for n, c in known.items() if c.many_agents is many] for many in (False, True))
-    return f"{', '.join(one)} (of several agents: {', '.join(several)})"
+    configs: dict[str, Any] = {name: config for name, config in sorted(DECLARED.items()) if actions in vars(config)["actions"]}
+    single_agent, multi_agent = ([n for n, c in configs.items() if c.many_agents is many] for many in (False, True))
+    return f"{', '.join(single_agent)} (of several agents: {', '.join(multi_agent)})"

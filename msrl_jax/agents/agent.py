@@ -84,9 +84,9 @@ def innermost(state: Any) -> Any:
     return state
 
 
-def with_innermost(state: Any, own: Any) -> Any:
+def with_innermost(state: Any, new: Any) -> Any:
     """Returns the state with its innermost state replaced."""
-    return state._replace(inner=with_innermost(state.inner, own)) if "inner" in getattr(state, "_fields", ()) else own
+    return state._replace(inner=with_innermost(state.inner, new)) if "inner" in getattr(state, "_fields", ()) else new
 
 
 def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +115,7 @@ def steps_before(config: RolloutFields, progress: Progress) -> Counter:
     return advance(done, jnp.arange(config.unroll_length) * config.num_envs)
 
 
-def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
+def annealed(rate: float, progress: Progress, falls: bool) -> jax.Array:
     """Returns the learning rate, which falls linearly to 0 over the run if `falls`. `[]` float32."""
     if not falls or progress.total is None:
         return jnp.float32(rate)

@@ -35,7 +35,7 @@ class OptimizerSpec:
     parameters: tuple[tuple[str, Any], ...] = ()
 
 
-def is_transformation(optimizer: Any) -> bool:
+def is_transformation(optimizer: object) -> bool:
     """Whether an optimizer is a custom transformation."""
     return isinstance(optimizer, optax.GradientTransformation)
 
@@ -45,12 +45,12 @@ def has_own_rate(config: Any) -> bool:
     return is_transformation(getattr(config, "optimizer", "adam")) or adapts(config.learning_rate)
 
 
-def adapts(rate: Any) -> bool:
+def adapts(rate: object) -> bool:
     """Whether a learning rate is an object that scales updates, such as `adaptive_rate.KL`."""
     return hasattr(rate, "transformation")
 
 
-def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Any, *, epsilon: float, rms_decay: float = 0.99) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer of a config.
 
     Args:
@@ -64,14 +64,15 @@ def make_optimizer(config: Any, *, epsilon: Any, rms_decay: Any = 0.99) -> optax
     """
     if is_transformation(config.optimizer):
         return optax.with_extra_args_support(config.optimizer)
-    named = OptimizerSpec(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
-    usual = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
-    usual["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}  # as in A3C (arXiv 1602.01783): not centered
-    optimizer = NAMED[named.name](1.0, **usual.get(named.name, {}) | dict(named.parameters))
+    spec = OptimizerSpec(config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
+    defaults = {"adam": {"eps": epsilon}, "adamw": {"eps": epsilon}}
+    # As in A3C (arXiv 1602.01783): not centered.
+    defaults["rmsprop"] = {"decay": rms_decay, "eps": epsilon, "eps_in_sqrt": True}
+    optimizer = NAMED[spec.name](1.0, **defaults.get(spec.name, {}) | dict(spec.parameters))
     rate: Any = getattr(config, "learning_rate", None)
-    most = getattr(config, "max_grad_norm", None)
+    max_norm = getattr(config, "max_grad_norm", None)
     times_rate = rate.transformation() if adapts(rate) else _TIMES_RATE
-    return optax.chain(optax.identity() if most is None else _clip(most), optimizer, times_rate)
+    return optax.chain(optax.identity() if max_norm is None else _clip(max_norm), optimizer, times_rate)
 
 
 def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -82,17 +83,17 @@ def for_each_network(optimizer: optax.GradientTransformationExtraArgs) -> optax.
 
     def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
         new = {name: optimizer.update(u, state[name], params[name], **rate) for name, u in updates.items()}
-        return {name: u for name, (u, _) in new.items()}, {name: own for name, (_, own) in new.items()}
+        return {name: u for name, (u, _) in new.items()}, {name: new_state for name, (_, new_state) in new.items()}
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def _clip(most: Any) -> optax.GradientTransformation:
+def _clip(max_norm: float) -> optax.GradientTransformation:
     """Like `optax.clip_by_global_norm`, but computes the norm with `global_norm`."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = global_norm(updates)
-        return jax.tree.map(lambda x: jnp.where(norm < most, x, (x / norm.astype(x.dtype)) * most), updates), state
+        return jax.tree.map(lambda x: jnp.where(norm < max_norm, x, (x / norm.astype(x.dtype)) * max_norm), updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

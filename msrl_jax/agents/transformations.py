@@ -34,9 +34,9 @@ def wrapped(agent: Agent, *, init: Callable[..., Any], iteration: Callable[..., 
     Returns:
       The agent.
     """
-    within = lambda f: None if f is None else lambda state, *args: f(state.inner, *args)
-    new = {"act": within(agent.act), "probabilities": within(agent.probabilities)}
-    return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes, **new)
+    on_inner = lambda f: None if f is None else lambda state, *args: f(state.inner, *args)
+    functions = {"act": on_inner(agent.act), "probabilities": on_inner(agent.probabilities)}
+    return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes, **functions)
 
 
 class Scheduled(NamedTuple):
@@ -83,7 +83,7 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
             raise
         return Scheduled(inner, numbers), metrics
 
-    def of_state(name: str) -> Callable[..., Any]:
+    def call_inner(name: str) -> Callable[..., Any]:
         return lambda state, *args: getattr(build(state.numbers), name)(state.inner, *args)
 
     return dataclasses.replace(
@@ -91,8 +91,8 @@ def scheduled(build: Callable[[Mapping[str, Any]], Agent], schedules: Mapping[st
         init=init,
         iteration=iteration,
         axes=Scheduled(agent.axes, P()),  # type: ignore[arg-type]
-        act=of_state("act"),
-        probabilities=None if agent.probabilities is None else of_state("probabilities"),
+        act=call_inner("act"),
+        probabilities=None if agent.probabilities is None else call_inner("probabilities"),
     )
 
 
@@ -105,9 +105,9 @@ class Counted(NamedTuple):
 
 
 @fragment(role="learner", name="count")
-def _next_version(count: Counter, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _next_version(count: Counter, acting_version: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the next version of the parameters, and the age of the acting parameters."""
-    return count.low + 1, parameter_age(count, seen)
+    return count.low + 1, parameter_age(count, acting_version)
 
 
 def counted(agent: Agent, iterations: int | None = None) -> Agent:

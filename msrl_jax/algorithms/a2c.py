@@ -131,8 +131,8 @@ class A2C:
             return params, opt_state, {**stats, "grad_norm": grad_norm, **learning_rate_metric(learning_rate)}
 
         def iteration(state: A2CState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[A2CState, Metrics]:
-            def step(before, keys):
-                env_state, obs, is_first, carry = before
+            def step(loop_state, keys):
+                env_state, obs, is_first, carry = loop_state
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
@@ -147,8 +147,8 @@ class A2C:
             params, opt_state, metrics = learn(
                 state.params, state.opt_state, progress, trajectory, final_obs, last_value_inputs, state.carry
             )
-            after = A2CState(params, opt_state, actor_keys, env_state, obs, reset_carry(is_first, carry))
-            return after, {**metrics, **episodes}
+            new_state = A2CState(params, opt_state, actor_keys, env_state, obs, reset_carry(is_first, carry))
+            return new_state, {**metrics, **episodes}
 
         acting = acting_functions(network, venv.action_space)
         return Agent(

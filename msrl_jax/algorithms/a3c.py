@@ -189,8 +189,8 @@ class A3C:
             return jax.tree.map(jnp.mean, stats)
 
         def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
-            def step(before, keys):
-                env_state, obs, is_first, carry = before
+            def step(loop_state, keys):
+                env_state, obs, is_first, carry = loop_state
                 action, log_prob, carry = act(state.worker_params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
@@ -206,8 +206,8 @@ class A3C:
                 state.params, state.opt_state, progress, state.fetched, grads
             )
             carry = reset_carry(is_first, carry)
-            after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
-            return after, {**metrics, **summarize(stats), **episodes}
+            new_state = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs, carry)
+            return new_state, {**metrics, **summarize(stats), **episodes}
 
         acting = acting_functions(network, venv.action_space)
         return Agent(

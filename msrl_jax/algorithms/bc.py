@@ -27,7 +27,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import is_continuous, zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
+from msrl_jax.loops.offline import OfflineState, check_has_data, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import choose
 from msrl_jax.networks.policy_heads import check_policy_space
@@ -61,7 +61,7 @@ class BC:
         space = check_policy_space(env.action_space)
         space = check_bounded(type(self).__name__, space) if is_continuous(space) else space
         policy = heads_of(space).policy(env.observation_space, space, self)
-        source, venv = read_data(env, self), playing_env(env, self)
+        source, venv = read_data(env, self), playing_env(env, self.batch_size, self.shards)
         optimizer = make_optimizer(self, epsilon=1e-8)
         to_env_action = action_transform(venv.action_space)
 
@@ -85,20 +85,20 @@ class BC:
             return optax.apply_updates(params, updates), opt_state
 
         @fragment(role="learner")
-        def learn(learned, progress, key, batches, held_out):
-            def update(learned, batch, key, progress):
-                params, target_params, opt_state = learned
+        def learn(learner, progress, key, batches, held_out):
+            def update(learner, batch, key, progress):
+                params, target_params, opt_state = learner
                 grads, stats = gradients(params, batch)
                 params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, target_params, opt_state), stats
 
-            return learn_from(batches, held_out, update, learned, key, progress)
+            return learn_from(batches, held_out, update, learner, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
-            check_given(self, state)
+            check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
-            learned = state.params, state.target_params, state.opt_state
-            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            learner = state.params, state.target_params, state.opt_state
+            (params, target_params, opt_state), key, metrics = learn(learner, progress, state.key, batches, held_out)
             return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:

@@ -34,7 +34,7 @@ from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
+from msrl_jax.loops.offline import OfflineState, check_has_data, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.losses.conservative import conservative_gap, log_partition
 from msrl_jax.losses.entropy import soft_value, temperature_loss
 from msrl_jax.networks.continuous_policies import TanhNormal, tanh_policy
@@ -101,11 +101,11 @@ class CQL:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         source = read_data(env, self, discount=self.discount)
-        venv, to_env_action = playing_env(env, self), action_transform(action_space)
+        venv, to_env_action = playing_env(env, self.batch_size, self.shards), action_transform(action_space)
         if isinstance(action_space, Discrete):
-            networks = of_values(env, action_space, self)
+            networks = value_networks(env, action_space, self)
         else:
-            networks = of_actor_and_critics(env, action_space, self)
+            networks = actor_critic_networks(env, action_space, self)
         optimizer = networks.optimizer
 
         @fragment(role="learner")
@@ -128,20 +128,20 @@ class CQL:
             return optax.incremental_update(params, target_params, self.tau)
 
         @fragment(role="learner")
-        def learn(learned, progress, key, batches, held_out):
-            def update(learned, batch, key, progress):
-                params, target_params, opt_state = learned
+        def learn(learner, progress, key, batches, held_out):
+            def update(learner, batch, key, progress):
+                params, target_params, opt_state = learner
                 grads, stats = gradients(params, target_params, batch, key)
                 params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, update_target(target_params, networks.target(params)), opt_state), stats
 
-            return learn_from(batches, held_out, update, learned, key, progress)
+            return learn_from(batches, held_out, update, learner, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
-            check_given(self, state)
+            check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
-            learned = state.params, state.target_params, state.opt_state
-            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            learner = state.params, state.target_params, state.opt_state
+            (params, target_params, opt_state), key, metrics = learn(learner, progress, state.key, batches, held_out)
             return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:
@@ -177,7 +177,7 @@ class Networks(NamedTuple):
     choose: Callable[[Any, Any, jax.Array | None], jax.Array]  # (params, obs [B, ...], key) -> actions; the best if key is None
 
 
-def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks:
+def value_networks(env: Environment, action_space: Discrete, config: CQL) -> Networks:
     """Makes double DQN with the penalty added to the loss of every example."""
     if are_privileged(env.observation_space):
         raise TypeError(
@@ -202,10 +202,10 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
 
         def loss(params):
             q = values(params, e.obs)
-            taken = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
+            action_value = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
             gap = conservative_gap(only_legal(q, e.obs), e.action)
-            losses = optax.l2_loss(taken, target) + weight * gap
-            stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
+            losses = optax.l2_loss(action_value, target) + weight * gap
+            stats = {"value": action_value.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
             return losses.mean(), stats
 
         return loss
@@ -216,7 +216,7 @@ def of_values(env: Environment, action_space: Discrete, config: CQL) -> Networks
     return Networks(network.init, make_optimizer(config, epsilon=1e-5), lambda params: params, make_loss, choose_best)
 
 
-def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Networks:
+def actor_critic_networks(env: Environment, action_space: Box, config: CQL) -> Networks:
     """Makes SAC with the penalty added to the loss of the critics."""
     policy = tanh_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
@@ -244,10 +244,10 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
     def draw_many(actor, e, keys):
         """Draws actions `[B, 3 * S, D]` with keys `[B, 3 * S]`; returns them and their log-densities."""
         uniform = jax.vmap(lambda keys: uniform_actions(keys, action_space))(keys[:, :count])
-        drawn = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
+        samples = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
         for i, obs in enumerate((e.obs, e.next_obs), 1):
-            drawn.append(draw(actor, jax.tree.map(lambda x: x[:, None], obs), keys[:, i * count : (i + 1) * count]))
-        actions, log_probs = zip(*drawn, strict=True)
+            samples.append(draw(actor, jax.tree.map(lambda x: x[:, None], obs), keys[:, i * count : (i + 1) * count]))
+        actions, log_probs = zip(*samples, strict=True)
         return jnp.concatenate(actions, 1), jnp.concatenate(log_probs, 1)
 
     def make_loss(params, target_critic, e, key):
@@ -256,8 +256,8 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
         next_action, next_log_prob = draw(params["actor"], e.next_obs, next_keys)
         next_q = critics.apply(target_critic, e.next_obs, next_action).min(0)
         target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
-        others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
-        obs_of_others = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*others.shape[:2], *x.shape[1:])), e.obs)
+        sampled_actions, sampled_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
+        repeated_obs = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*sampled_actions.shape[:2], *x.shape[1:])), e.obs)
 
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
@@ -268,7 +268,7 @@ def of_actor_and_critics(env: Environment, action_space: Box, config: CQL) -> Ne
             if config.learn_temperature:
                 total += temperature_loss(trained["log_temperature"], log_prob, target_entropy).mean()
 
-            gap = log_partition(critics.apply(trained["critic"], obs_of_others, others), others_log_prob) - q
+            gap = log_partition(critics.apply(trained["critic"], repeated_obs, sampled_actions), sampled_log_prob) - q
             stats = {"conservative_gap": gap.mean()}
             if config.target_gap is None:
                 total += first_weight * gap.sum(0).mean()

@@ -90,15 +90,15 @@ class DQN:
         action_space = check_discrete(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
         buffer = n_step_buffer(env, self)
-        predicted = self.returns.of_actions(self.discount)
-        make_network, torso = predicted.network or q_network, make_torso(venv.observation_space, self)
-        network = make_network(torso, action_space, dueling=self.dueling, num_outputs=predicted.num_outputs)
+        prediction = self.returns.of_actions(self.discount)
+        make_network, torso = prediction.network or q_network, make_torso(venv.observation_space, self)
+        network = make_network(torso, action_space, dueling=self.dueling, num_outputs=prediction.num_outputs)
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
         def action_values(params: Any, obs: Any) -> jax.Array:
             """Returns the values `[B, A]` by which actions are chosen, -inf for illegal actions."""
-            return only_legal(predicted.expected(network.apply(params, obs, *predicted.choice_inputs)), obs)
+            return only_legal(prediction.expected(network.apply(params, obs, *prediction.choice_inputs)), obs)
 
         @fragment(role="actor")
         def draw_keys(keys, progress):
@@ -129,16 +129,16 @@ class DQN:
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             e: NStep = batch.experience
-            inputs, next_inputs = predicted.inputs(batch.key, self.batch_size)
+            inputs, next_inputs = prediction.inputs(batch.key, self.batch_size)
             next_outputs = network.apply(target_params, e.next_obs, *next_inputs)
             next_outputs, reward = self.target.next_outputs_and_reward(action_values, params, target_params, e, next_outputs)
             chex.assert_rank((next_outputs, reward), (2, 1), custom_message=f"target={self.target} returns [B, N] and [B]")
 
             def loss(params):
                 outputs = network.apply(params, e.obs, *inputs)
-                taken = jnp.take_along_axis(outputs, e.action[:, None, None], 1)[:, 0]
-                losses, td_error = jax.vmap(predicted.loss)(taken, next_outputs, reward, e.discount, *inputs)
-                stats = {"value": predicted.expected(taken).mean(), "loss": losses.mean()}
+                action_outputs = jnp.take_along_axis(outputs, e.action[:, None, None], 1)[:, 0]
+                losses, td_error = jax.vmap(prediction.loss)(action_outputs, next_outputs, reward, e.discount, *inputs)
+                stats = {"value": prediction.expected(action_outputs).mean(), "loss": losses.mean()}
                 return (batch.weight * losses).mean(), (td_error, stats)
 
             return jax.grad(loss, has_aux=True)(params)
@@ -170,8 +170,8 @@ class DQN:
             acting = state.acting_params
             acting_params = acting[0] if acting else state.params
 
-            def step(before, inputs):
-                env_state, obs = before
+            def step(loop_state, inputs):
+                env_state, obs = loop_state
                 action = explore(acting_params, obs, *inputs)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, valid=t.valid)
@@ -186,7 +186,7 @@ class DQN:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = state._replace(
+            new_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 acting_params=acting,
@@ -197,12 +197,12 @@ class DQN:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return new_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            params = network.init(params_key, obs, *predicted.choice_inputs)
+            params = network.init(params_key, obs, *prediction.choice_inputs)
             state = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
             return state._replace(env_state=env_state, obs=obs)
 

@@ -80,7 +80,7 @@ class ES:
             )
         venv = vectorize_with_statistics(env, self.num_envs, normalize_observations=self.normalize_observations)
         # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
-        starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
+        reset_venv = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
         network = policy_and_value(make_torso(venv.observation_space, self), venv.action_space)
         to_env_action = action_transform(venv.action_space)
         optimizer = make_optimizer(self, epsilon=1e-8)
@@ -122,7 +122,7 @@ class ES:
         @fragment(role="env")
         def start(key, env_state, obs, midway):
             key, start_key = jax.random.split(key)
-            new_state, raw_obs = starting.reset(start_key)
+            new_state, raw_obs = reset_venv.reset(start_key)
             new = (new_state, venv.observe(env_state, raw_obs))
 
             # Reset only environments in the middle of an episode; the others have reset already. Keep shared statistics.
@@ -165,8 +165,8 @@ class ES:
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate):
-            decayed = jax.tree.map(lambda g, p: g + self.weight_decay * p, grads, params)
-            updates, opt_state = optimizer.update(decayed, opt_state, params, learning_rate=learning_rate)
+            decayed_grads = jax.tree.map(lambda g, p: g + self.weight_decay * p, grads, params)
+            updates, opt_state = optimizer.update(decayed_grads, opt_state, params, learning_rate=learning_rate)
             return optax.apply_updates(params, updates), opt_state, global_norm(grads)
 
         @fragment(role="learner")
@@ -229,8 +229,8 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
     """Maps returns `[E]` to ranks, spaced evenly over [-1/2, 1/2]; ties get the mean rank, and nan gets the lowest."""
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
-    first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
-    return (first + behind - 1) / (2 * (fitness.size - 1)) - 0.5
+    num_below, num_up_to = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
+    return (num_below + num_up_to - 1) / (2 * (fitness.size - 1)) - 0.5
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:

@@ -151,8 +151,8 @@ class IMPALA:
             return values(network, params, final_obs, value_inputs)
 
         def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, UnrollBatch, Metrics]:
-            def step(before, keys):
-                env_state, obs, is_first, carry = before
+            def step(loop_state, keys):
+                env_state, obs, is_first, carry = loop_state
                 action, log_prob, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
@@ -208,14 +208,14 @@ class IMPALA:
             def loss(params):
                 policy, value, carries = network.unroll(params, t.obs, t.is_first, batch.carry)
                 log_prob = policy.log_prob(t.action)
-                now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
+                fixed_value, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
                 _, value_input, _ = network.act(params, actor_obs(batch.last_obs), jax.tree.map(lambda x: x[-1], carries))
                 last_value = jax.lax.stop_gradient(network.value(params, batch.last_obs, value_input))
-                next_value = next_values(now, last_value, batch.bootstrap_value, t.truncated)
+                next_value = next_values(fixed_value, last_value, batch.bootstrap_value, t.truncated)
                 target, advantage = vtrace(
                     log_ratio,
                     t.reward,
-                    now,
+                    fixed_value,
                     next_value,
                     t.terminated,
                     t.truncated,
@@ -266,14 +266,14 @@ class IMPALA:
             return params, opt_state, {**metrics, **learning_rate_metric(learning_rate)}
 
         def iteration(state: IMPALAState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[IMPALAState, Metrics]:
-            after, batches, episodes = play(state, progress)
+            new_state, batches, episodes = play(state, progress)
             batches = batches._replace(trajectory=add_bonus(batches.trajectory, batches.last_obs))
             if queue is not None:  # draw K batches from the queue
                 replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
-                after = after._replace(replay=replay, replay_key=replay_key)
+                new_state = new_state._replace(replay=replay, replay_key=replay_key)
             params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
-            after = after._replace(params=params, opt_state=opt_state)
-            return after, {**metrics, **episodes}
+            new_state = new_state._replace(params=params, opt_state=opt_state)
+            return new_state, {**metrics, **episodes}
 
         acting = acting_functions(network, venv.action_space)
         return Agent(

@@ -159,12 +159,12 @@ class IPPO:
         def draw_keys(keys):
             return jax.vmap(lambda keys: split_keys(keys, self.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
-        def begin(params: Any, rest: TeamLearner, progress: Progress) -> tuple[Any, TeamLearner, jax.Array]:
-            actor_keys, keys = draw_keys(rest.actor_keys)
-            return params, rest._replace(actor_keys=actor_keys), keys
+        def begin(params: Any, team_state: TeamLearner, progress: Progress) -> tuple[Any, TeamLearner, jax.Array]:
+            actor_keys, keys = draw_keys(team_state.actor_keys)
+            return params, team_state._replace(actor_keys=actor_keys), keys
 
-        calls = {name: getattr(network, name) for name in ("act", "value_input", "value")}  # applied to rows of agents
-        team = network._replace(**{n: per_network(call, (0, agents_at(1), 1), 1) for n, call in calls.items()})
+        functions = {name: getattr(network, name) for name in ("act", "value_input", "value")}  # applied to rows of agents
+        team = network._replace(**{n: per_network(call, (0, agents_at(1), 1), 1) for n, call in functions.items()})
 
         @fragment(role="actor")
         def choose(params, now, carry, keys):
@@ -202,35 +202,37 @@ class IPPO:
             return value, advantage, target, scale
 
         @fragment(role="learner")
-        def gradients(params, batch, carry, chosen):
-            b, carry = gather_minibatch(self, batch, chosen, dims), gather_carry(self, carry, chosen, dims)
-            advantage = standardize(b.advantage, b.valid) if self.normalize_advantage == "minibatch" else b.advantage
+        def gradients(params, batch, carry, index):
+            batch, carry = gather_minibatch(self, batch, index, dims), gather_carry(self, carry, index, dims)
+            advantage = (
+                standardize(batch.advantage, batch.valid) if self.normalize_advantage == "minibatch" else batch.advantage
+            )
 
             def loss(params):
-                policy, value, _ = network.unroll(params, b.inputs, b.is_first, carry)
-                return ppo_loss(self, policy, value, b, advantage, b.old_value, b.target)
+                policy, value, _ = network.unroll(params, batch.inputs, batch.is_first, carry)
+                return ppo_loss(self, policy, value, batch, advantage, batch.old_value, batch.target)
 
             return jax.grad(loss, has_aux=True)(params)
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, divergence):
-            learned = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
-            return *learned, global_norm(grads)
+            learner = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
+            return *learner, global_norm(grads)
 
         def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
             """Makes all updates of one network; returns its parameters, its optimizer state and the mean statistics."""
             if self.normalize_advantage == "batch":
                 batch = batch._replace(advantage=standardize(batch.advantage, batch.valid))
 
-            def update(learned, chosen):
-                params, opt_state, divergence = learned
-                grads, metrics = gradients(params, batch, carry, chosen)
+            def update(learner, index):
+                params, opt_state, divergence = learner
+                grads, metrics = gradients(params, batch, carry, index)
                 divergence = update_divergence(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
 
-            learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
-            params, opt_state, _ = learned
+            learner, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
+            params, opt_state, _ = learner
             return params, opt_state, jax.tree.map(jnp.mean, metrics)
 
         @fragment(role="learner")
@@ -249,7 +251,7 @@ class IPPO:
             return params, opt_state, key, scale, metrics
 
         def learn(
-            params: Any, rest: TeamLearner, experience: Experience, now: Now, carry: Any, progress: Progress
+            params: Any, team_state: TeamLearner, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, TeamLearner, Metrics]:
             t = experience
             _, value_inputs, carries = t.extras
@@ -257,9 +259,17 @@ class IPPO:
             # Data that only the actors need stays with them.
             t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
             params, opt_state, key, scale, metrics = update_networks(
-                params, rest.opt_state, progress, rest.key, rest.value_scale, t, carry, value_inputs, bootstrap_value
+                params,
+                team_state.opt_state,
+                progress,
+                team_state.key,
+                team_state.value_scale,
+                t,
+                carry,
+                value_inputs,
+                bootstrap_value,
             )
-            return params, TeamLearner(opt_state, key, rest.actor_keys, scale), metrics
+            return params, TeamLearner(opt_state, key, team_state.actor_keys, scale), metrics
 
         def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
             """Returns distributions over actions `[E, A]` for acting outside of training, and the carry."""
@@ -268,14 +278,16 @@ class IPPO:
             policy, _, carry = team.act(params, inputs_of(obs, state), carry)
             return policy, carry
 
-        def choose_action(params: Any, rest: TeamLearner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        def choose_action(
+            params: Any, team_state: TeamLearner, obs: Any, key: jax.Array | None, carry: Any
+        ) -> tuple[jax.Array, Any]:
             policy, carry = policy_of(params, obs, carry)
             num_envs = jax.tree.leaves(obs)[0].shape[0]
             if key is None:
                 return policy.mode(), carry
             return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
 
-        def probabilities(params: Any, rest: TeamLearner, obs: Any) -> jax.Array:
+        def probabilities(params: Any, team_state: TeamLearner, obs: Any) -> jax.Array:
             return policy_of(params, obs, network.initial_carry(()))[0].probabilities()
 
         agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")

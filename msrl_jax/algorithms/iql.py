@@ -34,7 +34,7 @@ from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.offline import OfflineState, check_given, draw, learn_from, playing_env, read_data, state_axes
+from msrl_jax.loops.offline import OfflineState, check_has_data, draw, learn_from, playing_env, read_data, state_axes
 from msrl_jax.networks.continuous_policies import heads_of, log_likelihood
 from msrl_jax.networks.distributions import Categorical, choose
 from msrl_jax.networks.heads import make_value
@@ -116,30 +116,30 @@ class IQL:
         heads = heads_of(action_space)
         policy = heads.policy(env.observation_space, action_space, self)
         critics = heads.critics(env.observation_space, action_space, 2, self)
-        valued, weighting = self.critic, self.weighting
-        value = make_value(env.observation_space, self) if isinstance(valued, Expectile) else None
-        best = jnp.max if isinstance(valued, OfPolicy) and valued.baseline == "max" else jnp.mean
+        kind, weighting = self.critic, self.weighting
+        value = make_value(env.observation_space, self) if isinstance(kind, Expectile) else None
+        baseline = jnp.max if isinstance(kind, OfPolicy) and kind.baseline == "max" else jnp.mean
         source = read_data(env, self, discount=self.discount, normalize_rewards=self.normalize_rewards)
-        venv, to_env_action = playing_env(env, self), action_transform(action_space)
+        venv, to_env_action = playing_env(env, self.batch_size, self.shards), action_transform(action_space)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
 
-        def value_of(params, critic, obs, keys, over=jnp.mean):
+        def value_of(params, critic, obs, keys, average=jnp.mean):
             """Returns values `[B]` of observations: network outputs, or values of sampled actions, or expectations."""
             if value is not None:
                 return value.apply(params["value"], obs)
-            played = policy.apply(params["actor"], obs)
-            if isinstance(played, Categorical) and over is jnp.mean:
-                return jnp.sum(played.probabilities() * critics.apply(critic, obs).min(0), axis=-1)
-            return over(jax.vmap(lambda keys: critics.apply(critic, obs, played.sample(keys)).min(0))(keys), axis=0)
+            distribution = policy.apply(params["actor"], obs)
+            if isinstance(distribution, Categorical) and average is jnp.mean:
+                return jnp.sum(distribution.probabilities() * critics.apply(critic, obs).min(0), axis=-1)
+            return average(jax.vmap(lambda keys: critics.apply(critic, obs, distribution.sample(keys)).min(0))(keys), axis=0)
 
         @fragment(role="learner")
         def gradients(params, target_critic, e, key):
-            (next_keys, keys), judge = (None, None), target_critic
-            if isinstance(valued, OfPolicy):  # the online critics evaluate the policy, as in AWAC's code
-                (next_keys, keys), judge = jax.random.split(key, (2, valued.num_actions, len(e.reward))), params["critic"]
+            (next_keys, keys), q_params = (None, None), target_critic
+            if isinstance(kind, OfPolicy):  # the online critics evaluate the policy, as in AWAC's code
+                (next_keys, keys), q_params = jax.random.split(key, (2, kind.num_actions, len(e.reward))), params["critic"]
             target = e.reward + e.discount * value_of(params, target_critic, e.next_obs, next_keys)
-            outcome = critics.apply(judge, e.obs, e.action).min(0)
-            advantage = outcome - value_of(params, judge, e.obs, keys, best)
+            action_value = critics.apply(q_params, e.obs, e.action).min(0)
+            advantage = action_value - value_of(params, q_params, e.obs, keys, baseline)
             weight = (
                 (advantage > 0).astype(jnp.float32)
                 if isinstance(weighting, Binary)
@@ -149,9 +149,9 @@ class IQL:
             def loss(trained):
                 q = critics.apply(trained["critic"], e.obs, e.action)
                 losses = {"critic_loss": jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()}
-                if value is not None and isinstance(valued, Expectile):
-                    error = outcome - value.apply(trained["value"], e.obs)
-                    losses["value_loss"] = expectile_loss(error, valued.expectile).mean()
+                if value is not None and isinstance(kind, Expectile):
+                    error = action_value - value.apply(trained["value"], e.obs)
+                    losses["value_loss"] = expectile_loss(error, kind.expectile).mean()
                 losses["actor_loss"] = -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean()
                 total = jnp.stack([*losses.values()]).sum()
                 stats = losses | {"loss": total, "q": q.mean(), "advantage": advantage.mean(), "weight": weight.mean()}
@@ -174,20 +174,20 @@ class IQL:
             return optax.incremental_update(params, target_params, self.tau)
 
         @fragment(role="learner")
-        def learn(learned, progress, key, batches, held_out):
-            def update(learned, batch, key, progress):
-                params, target_critic, opt_state = learned
+        def learn(learner, progress, key, batches, held_out):
+            def update(learner, batch, key, progress):
+                params, target_critic, opt_state = learner
                 grads, stats = gradients(params, target_critic, batch, key)
                 params, opt_state = apply_update(params, opt_state, grads, learning_rate_at(self, progress))
                 return (params, update_target(target_critic, params["critic"]), opt_state), stats
 
-            return learn_from(batches, held_out, update, learned, key, progress)
+            return learn_from(batches, held_out, update, learner, key, progress)
 
         def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
-            check_given(self, state)
+            check_has_data(self, state)
             data_key, batches, held_out = sample_batches(state.data, state.data_key)
-            learned = state.params, state.target_params, state.opt_state
-            (params, target_params, opt_state), key, metrics = learn(learned, progress, state.key, batches, held_out)
+            learner = state.params, state.target_params, state.opt_state
+            (params, target_params, opt_state), key, metrics = learn(learner, progress, state.key, batches, held_out)
             return OfflineState(params, target_params, opt_state, key, data_key, data=state.data), metrics
 
         def init(key: jax.Array) -> OfflineState:

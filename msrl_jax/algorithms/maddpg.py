@@ -89,13 +89,13 @@ class MADDPG:
         view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
         size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
         identify = shared and num_agents > 1
-        numbered = identify and self.agent_ids
-        obs_space = with_ids_space(view.observation_space, num_agents) if numbered else view.observation_space
+        adds_ids = identify and self.agent_ids
+        obs_space = with_ids_space(view.observation_space, num_agents) if adds_ids else view.observation_space
         states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
         actor = make_actor(obs_space, size, self)
         critic = linear_network("critic", states, self, num_outputs=1, scale=1.0)
-        each = action_type(view.action_space)
-        action = jax.ShapeDtypeStruct((num_agents, *each.shape), each.dtype)
+        agent_action = action_type(view.action_space)
+        action = jax.ShapeDtypeStruct((num_agents, *agent_action.shape), agent_action.dtype)
         buffer = window_buffer(
             view.observation_type,
             action,
@@ -106,25 +106,25 @@ class MADDPG:
             length=self.replay.n_step,
             discount=self.discount,
         )
-        optimizer = one = make_optimizer(self, epsilon=1e-8)
+        optimizer = agent_optimizer = make_optimizer(self, epsilon=1e-8)
         if not shared:  # each agent has its own networks
 
             def update(updates: Any, state: Any, params: Any = None, **rate: Any) -> tuple[Any, Any]:
-                return jax.vmap(partial(one.update, **rate))(updates, state, params)
+                return jax.vmap(partial(agent_optimizer.update, **rate))(updates, state, params)
 
-            optimizer = optax.GradientTransformationExtraArgs(jax.vmap(one.init), update)  # type: ignore[arg-type]
+            optimizer = optax.GradientTransformationExtraArgs(jax.vmap(agent_optimizer.init), update)  # type: ignore[arg-type]
         optimizer = for_each_network(optimizer)
 
         def networks(key: jax.Array) -> dict[str, Any]:
             actor_key, critic_key = jax.random.split(key)
             inputs = jnp.zeros((1, *states.shape), jnp.float32), jnp.zeros((1, num_agents * size), jnp.float32)
-            one = actor.init(actor_key, zeros(obs_space))
-            return {"actor": one, "critic": critic.init(critic_key, *inputs)}
+            actor_params = actor.init(actor_key, zeros(obs_space))
+            return {"actor": actor_params, "critic": critic.init(critic_key, *inputs)}
 
         def outputs(actors: Any, obs: Any) -> jax.Array:
             """Returns the actors' outputs for observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
             if shared:
-                return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if numbered else obs)
+                return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if adds_ids else obs)
             return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
 
         def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ class MADDPG:
             state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
             return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
 
-        def for_all(action: jax.Array) -> jax.Array:
+        def for_every_critic(action: jax.Array) -> jax.Array:
             """Repeats the joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
             return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
 
@@ -161,13 +161,13 @@ class MADDPG:
             keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
             output = outputs(params["actor"], joint.obs)
             if discrete:
-                explored = Categorical(only_legal(output, joint.obs)).sample(keys)
+                policy_action = Categorical(only_legal(output, joint.obs)).sample(keys)
             else:
                 noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,), jnp.float32)))(keys)
-                explored = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
+                policy_action = jnp.clip(jnp.tanh(output) + self.exploration_noise * noise, -1.0, 1.0)
             rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), joint.obs)
-            at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
-            return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry, carry
+            random_action = uniform_actions(keys.reshape(-1), space, rows).reshape(policy_action.shape)
+            return jnp.where(at_least(steps, buffer.min_size), policy_action, random_action), carry, carry
 
         @fragment(role="env")
         def of_team(reward, terminated, truncated):
@@ -187,18 +187,18 @@ class MADDPG:
             obs, next_obs, valid = e.obs, e.next_obs, e.obs.valid
             next_key, key = jax.random.split(batch.key)
             next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
-            next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.valid)
+            next_q = values(target_params["critic"], next_obs.state, for_every_critic(next_action), next_obs.valid)
             target = e.reward + e.discount * next_q
-            taken = for_all(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
-            own = jnp.eye(num_agents, dtype=bool)[:, :, None]
+            joint_action = for_every_critic(jax.nn.one_hot(e.action, size, dtype=jnp.float32) if discrete else e.action)
+            is_own_action = jnp.eye(num_agents, dtype=bool)[:, :, None]
 
             # Gradients flow through `trained` only; the loss treats `params` as constants.
             def loss(trained):
-                q = values(trained["critic"], obs.state, taken, valid)
+                q = values(trained["critic"], obs.state, joint_action, valid)
                 critic_loss = weight * value_loss(q, target)
                 output = outputs(trained["actor"], obs.obs)
                 # The critic of an agent sees the new action of this agent and the old actions of the others.
-                joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
+                joint = jnp.where(is_own_action, for_every_critic(actions(output, obs.obs, key)), joint_action)
                 actor_loss = -values(params["critic"], obs.state, joint, valid)
                 actor_loss += self.output_penalty * jnp.square(output).mean(-1)
                 stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}
@@ -225,28 +225,28 @@ class MADDPG:
 
             return learn_from(sample, ready, update, learner, key, progress)
 
-        def begin(params: Any, rest: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
-            actor_keys, *inputs = draw_keys(rest.actor_keys, progress)
-            return params, rest._replace(actor_keys=actor_keys), tuple(inputs)
+        def begin(params: Any, team_state: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
+            actor_keys, *inputs = draw_keys(team_state.actor_keys, progress)
+            return params, team_state._replace(actor_keys=actor_keys), tuple(inputs)
 
         def act(acting: Any, now: Now, carry: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
             keys, steps = inputs
             return explore(acting, now.obs, now.is_first, keys, steps, carry)
 
         def finish(
-            params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
+            params: Any, team_state: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, OffPolicyState, Metrics]:
             t = experience
             obs, next_obs = view.join(t.obs, t.state, t.valid), view.join(t.final_obs, t.final_state, ~t.terminated)
             items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
-            replay = insert(rest.replay, rest.pending, items)
-            replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
-            learner = rest.learner._replace(params=params)
-            learner, key, pending, metrics = learn(learner, progress, rest.key, sample, ready)
-            after = rest._replace(
+            replay = insert(team_state.replay, team_state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, team_state.replay_key, team_state.data, progress)
+            learner = team_state.learner._replace(params=params)
+            learner, key, pending, metrics = learn(learner, progress, team_state.key, sample, ready)
+            new_state = team_state._replace(
                 **learner._replace(params=())._asdict(), key=key, replay=replay, replay_key=replay_key, pending=pending
             )
-            return learner.params, after, {**metrics, **report}
+            return learner.params, new_state, {**metrics, **report}
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
             learner_key, replay_key = jax.random.split(learner_key)
@@ -256,7 +256,7 @@ class MADDPG:
             state = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
             return params, state._replace(params=())
 
-        def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Any) -> tuple[jax.Array, Any]:
+        def choose_action(params: Any, team_state: Any, obs: Any, key: Any, carry: Any) -> tuple[jax.Array, Any]:
             joint = view.observe(obs)
             output = outputs(params["actor"], joint.obs)
             if not discrete:

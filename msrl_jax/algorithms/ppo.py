@@ -62,9 +62,9 @@ class Collected(NamedTuple):
     """What actors send to the learner."""
 
     trajectory: Trajectory
-    value_inputs: Any  # what the critic needs of every step, besides observations; `()` if nothing, [T, E, ...]
+    value_inputs: Any  # inputs of the critic for every step, in addition to observations; `()` if nothing, [T, E, ...]
     final_obs: Any  # the last observations of episodes, and of the unroll, [T, E, ...]
-    final_value_inputs: Any  # what the critic needs of these
+    final_value_inputs: Any  # inputs of the critic for these
     carry: Carry  # before the first step, [E, ...] each
 
 
@@ -168,9 +168,9 @@ class PPO:
             return scale, (t, advantage, value, target)
 
         @fragment(role="learner")
-        def gradients(params, batch, carry, chosen):
-            minibatch, advantage, old_value, target = gather_minibatch(self, batch, chosen)
-            carry = gather_carry(self, carry, chosen)
+        def gradients(params, batch, carry, index):
+            minibatch, advantage, old_value, target = gather_minibatch(self, batch, index)
+            carry = gather_carry(self, carry, index)
             if self.normalize_advantage == "minibatch":
                 advantage = standardize(advantage, minibatch.valid)
 
@@ -182,8 +182,8 @@ class PPO:
 
         @fragment(role="server")
         def apply_update(params, opt_state, grads, learning_rate, divergence):
-            learned = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
-            return *learned, global_norm(grads)
+            learner = apply_gradients(self, optimizer, params, opt_state, grads, learning_rate, divergence)
+            return *learner, global_norm(grads)
 
         @fragment(role="learner")
         def learn(params, opt_state, progress, key, scale, collected: Collected):
@@ -191,21 +191,21 @@ class PPO:
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
-            def update(learned, chosen):
-                params, opt_state, divergence = learned
-                grads, metrics = gradients(params, batch, collected.carry, chosen)
+            def update(learner, index):
+                params, opt_state, divergence = learner
+                grads, metrics = gradients(params, batch, collected.carry, index)
                 divergence = update_divergence(self, divergence, metrics["approx_kl"])
                 params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, divergence)
                 return (params, opt_state, divergence), metrics | {"grad_norm": grad_norm}
 
-            learned, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
-            params, opt_state, _ = learned
+            learner, metrics = jax.lax.scan(update, (params, opt_state, no_divergence(self)), minibatches)
+            params, opt_state, _ = learner
             metrics = jax.tree.map(jnp.mean, metrics) | current_rate_metric(self, learning_rate, opt_state)
             return params, opt_state, key, scale, metrics
 
         def iteration(state: PPOState, progress: Progress, add_bonus: AddBonus = NO_BONUS) -> tuple[PPOState, Metrics]:
-            def step(before, keys):
-                env_state, obs, is_first, carry = before
+            def step(loop_state, keys):
+                env_state, obs, is_first, carry = loop_state
                 action, log_prob, value_input, carry = act(state.params, actor_obs(obs), is_first, carry, keys)
                 env_state, t = env_step(env_state, action)
                 experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.valid)
@@ -220,7 +220,7 @@ class PPO:
             params, opt_state, key, scale, metrics = learn(
                 state.params, state.opt_state, progress, state.key, state.value_scale, collected
             )
-            after = PPOState(
+            new_state = PPOState(
                 params=params,
                 opt_state=opt_state,
                 key=key,
@@ -230,7 +230,7 @@ class PPO:
                 carry=reset_carry(is_first, carry),
                 value_scale=scale,
             )
-            return after, {**metrics, **episodes}
+            return new_state, {**metrics, **episodes}
 
         acting = acting_functions(network, venv.action_space)
         return Agent(
@@ -251,13 +251,13 @@ def ppo_loss(
     config: Any,
     policy: Distribution,
     value: jax.Array,
-    taken: Any,
+    steps: Any,
     advantage: jax.Array,
     old_value: jax.Array,
     target: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `taken` is the data of the steps."""
-    log_ratio = policy.log_prob(taken.action) - taken.log_prob
+    """Returns the loss of a minibatch `[...]` (1707.06347, eq. 9), and its parts; `steps` is the data of the minibatch."""
+    log_ratio = policy.log_prob(steps.action) - steps.log_prob
     value_losses = value_loss(value, target)
     if config.clip_value is not None:
         value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
@@ -268,7 +268,7 @@ def ppo_loss(
         "approx_kl": approximate_kl(log_ratio),
         "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
-    stats = {name: mean(x.astype(jnp.float32), taken.valid) for name, x in stats.items()}
+    stats = {name: mean(x.astype(jnp.float32), steps.valid) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats
 

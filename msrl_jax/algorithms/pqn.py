@@ -129,8 +129,8 @@ class PQN:
 
         @fragment(role="actor")
         def explore(params, obs, keys, steps, is_first, carry):
-            found, carry = values(params, obs, reset_carry(is_first, carry))
-            greedy = found.argmax(-1).astype(jnp.int32)
+            q, carry = values(params, obs, reset_carry(is_first, carry))
+            greedy = q.argmax(-1).astype(jnp.int32)
             epsilon = exploration_rate(self.exploration, steps, self.num_envs)
             return epsilon_greedy(epsilon, greedy, keys, obs, action_space.n), carry
 
@@ -165,15 +165,15 @@ class PQN:
             )
 
         @fragment(role="learner")
-        def gradients(params, batch, carry, chosen):
-            minibatch, target = gather_minibatch(self, batch, chosen)
-            carry = gather_carry(self, carry, chosen)
+        def gradients(params, batch, carry, index):
+            minibatch, target = gather_minibatch(self, batch, index)
+            carry = gather_carry(self, carry, index)
 
             def loss(params):
                 outputs, _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
-                taken = jnp.take_along_axis(outputs, minibatch.action[..., None], -1)[..., 0]
-                total = mean(optax.l2_loss(taken, target), minibatch.valid)
-                return total, {"loss": total, "value": mean(taken, minibatch.valid)}
+                action_value = jnp.take_along_axis(outputs, minibatch.action[..., None], -1)[..., 0]
+                total = mean(optax.l2_loss(action_value, target), minibatch.valid)
+                return total, {"loss": total, "value": mean(action_value, minibatch.valid)}
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -188,18 +188,18 @@ class PQN:
             learning_rate = learning_rate_at(self, progress)
             key, minibatches = shuffle(key, self)
 
-            def update(learned, chosen):
-                grads, metrics = gradients(learned[0], batch, carry, chosen)
-                *learned, grad_norm = apply_update(*learned, grads, learning_rate)
-                return tuple(learned), metrics | {"grad_norm": grad_norm}
+            def update(learner, index):
+                grads, metrics = gradients(learner[0], batch, carry, index)
+                *learner, grad_norm = apply_update(*learner, grads, learning_rate)
+                return tuple(learner), metrics | {"grad_norm": grad_norm}
 
             (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), minibatches)
             return params, opt_state, key, jax.tree.map(jnp.mean, metrics) | learning_rate_metric(learning_rate)
 
         def iteration(state: PQNState, progress: Progress) -> tuple[PQNState, Metrics]:
-            def step(before, inputs):
+            def step(loop_state, inputs):
                 keys, steps = inputs
-                env_state, obs, is_first, carry = before
+                env_state, obs, is_first, carry = loop_state
                 action, carry = explore(state.params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 experience = QTrajectory(obs, action, t.reward, t.terminated, t.truncated, t.valid)
@@ -214,12 +214,12 @@ class PQN:
             params, opt_state, key, metrics = learn(
                 state.params, state.opt_state, progress, state.key, experience, bootstrap_value, state.carry
             )
-            after = PQNState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry))
-            return after, {**metrics, **episodes}
+            new_state = PQNState(params, opt_state, key, actor_keys, env_state, obs, reset_carry(is_first, carry))
+            return new_state, {**metrics, **episodes}
 
         def act(state: PQNState, obs: jax.Array, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-            found, carry = values(state.params, obs, carry)
-            return to_env_action(found.argmax(-1)), carry
+            q, carry = values(state.params, obs, carry)
+            return to_env_action(q.argmax(-1)), carry
 
         return Agent(
             init=init,

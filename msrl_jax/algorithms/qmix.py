@@ -161,20 +161,20 @@ class QMIX:
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             window: Transition = batch.experience
-            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            trace = jax.tree.map(lambda x: x[self.burn_in :], window)
             target_agents = target_params["agents"]
             next_values = successors(
-                network, target_agents, after, *replay_values(network, target_agents, window, self.burn_in)
+                network, target_agents, trace, *replay_values(network, target_agents, window, self.burn_in)
             )
 
             def loss(params):
                 values, carries = replay_values(network, params["agents"], window, self.burn_in)
-                chooser = successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
-                best = only_legal(chooser, after.next_obs.obs).argmax(-1)
-                next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
-                target = sequence_target(next_value, after, discount=self.discount, num_steps=self.replay.n_step, epsilon=None)
-                taken = mix(params, _of_actions(values, after.action), after.obs)[: self.trace_length]
-                return sequence_loss(batch.weight, taken, target, self.huber_delta, ETA)
+                online_values = successors(network, *jax.lax.stop_gradient((params["agents"], trace, values, carries)))
+                best = only_legal(online_values, trace.next_obs.obs).argmax(-1)
+                next_value = mix(target_params, _gather_values(next_values, best), trace.next_obs)
+                target = sequence_target(next_value, trace, discount=self.discount, num_steps=self.replay.n_step, epsilon=None)
+                joint_value = mix(params, _gather_values(values, trace.action), trace.obs)[: self.trace_length]
+                return sequence_loss(batch.weight, joint_value, target, self.huber_delta, ETA)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -201,29 +201,33 @@ class QMIX:
         def refresh(acting_params, params, progress, version):
             return refreshed(acting_params, params, progress, version, self.actor_period)
 
-        def begin(params: Any, rest: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
-            actor_keys, *inputs = draw_keys(rest.actor_keys, progress)
-            return rest.acting_params[0] if rest.acting_params else params, rest._replace(actor_keys=actor_keys), tuple(inputs)
+        def begin(params: Any, team_state: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
+            actor_keys, *inputs = draw_keys(team_state.actor_keys, progress)
+            return (
+                team_state.acting_params[0] if team_state.acting_params else params,
+                team_state._replace(actor_keys=actor_keys),
+                tuple(inputs),
+            )
 
         def act(acting: Any, now: Now, carry: Any, inputs: Any) -> tuple[jax.Array, Any, Any]:
             keys, steps = inputs
             return explore(acting, now.obs, now.is_first, keys, steps, carry)
 
         def finish(
-            params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
+            params: Any, team_state: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
         ) -> tuple[Any, OffPolicyState, Metrics]:
             t = experience
             obs, next_obs = view.join(t.obs, t.state, t.valid), view.join(t.final_obs, t.final_state, ~t.terminated)
             items = Transition(obs, t.action, *of_team(t.reward, t.terminated, t.truncated), next_obs, t.extras)
-            replay = insert(rest.replay, rest.pending, items)
-            replay_key, sample, ready, report = sample_batches(replay, rest.replay_key, rest.data, progress)
-            learner = rest.learner._replace(params=params)
-            learner, key, pending, metrics = learn(learner, progress, rest.key, sample, ready)
-            acting = rest.acting_params
+            replay = insert(team_state.replay, team_state.pending, items)
+            replay_key, sample, ready, report = sample_batches(replay, team_state.replay_key, team_state.data, progress)
+            learner = team_state.learner._replace(params=params)
+            learner, key, pending, metrics = learn(learner, progress, team_state.key, sample, ready)
+            acting = team_state.acting_params
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = rest._replace(
+            new_state = team_state._replace(
                 **learner._replace(params=())._asdict(),
                 key=key,
                 acting_params=acting,
@@ -231,7 +235,7 @@ class QMIX:
                 replay_key=replay_key,
                 pending=pending,
             )
-            return learner.params, after, {**metrics, **report}
+            return learner.params, new_state, {**metrics, **report}
 
         def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
             learner_key, replay_key = jax.random.split(learner_key)
@@ -241,7 +245,7 @@ class QMIX:
             state = initial_state(self, buffer, learner, actor_key, learner_key, replay_key)
             return params, state._replace(params=())
 
-        def choose_action(params: Any, rest: Any, obs: Any, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+        def choose_action(params: Any, team_state: Any, obs: Any, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
             joint = view.observe(obs)
             values, carry = network.step(params["agents"], joint, carry)
             return only_legal(values, joint.obs).argmax(-1).astype(jnp.int32), carry
@@ -263,6 +267,6 @@ class QMIX:
 VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
 
 
-def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
+def _gather_values(values: jax.Array, action: jax.Array) -> jax.Array:
     """Gathers the values `[..., A]` of actions `[..., A]` from those of all actions `[..., A, N]`."""
     return jnp.take_along_axis(values, action[..., None], -1)[..., 0]

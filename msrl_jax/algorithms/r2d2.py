@@ -139,20 +139,20 @@ class R2D2:
         @fragment(role="learner")
         def gradients(params, target_params, batch: Batch):
             window: Transition = batch.experience
-            after = jax.tree.map(lambda x: x[self.burn_in :], window)
+            trace = jax.tree.map(lambda x: x[self.burn_in :], window)
             next_target = successors(
-                network, target_params, after, *replay_values(network, target_params, window, self.burn_in)
+                network, target_params, trace, *replay_values(network, target_params, window, self.burn_in)
             )
 
             def loss(params):
                 values, carries = replay_values(network, params, window, self.burn_in)
-                chooser = successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
-                next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
+                online_values = successors(network, *jax.lax.stop_gradient((params, trace, values, carries)))
+                next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(online_values, trace.next_obs), next_target)
                 target = sequence_target(
-                    next_value, after, discount=self.discount, num_steps=self.replay.n_step, epsilon=self.rescale_epsilon
+                    next_value, trace, discount=self.discount, num_steps=self.replay.n_step, epsilon=self.rescale_epsilon
                 )
-                taken = jnp.take_along_axis(values, after.action[..., None], -1)[: self.trace_length, :, 0]
-                return sequence_loss(batch.weight, taken, target, self.huber_delta, self.eta)
+                action_value = jnp.take_along_axis(values, trace.action[..., None], -1)[: self.trace_length, :, 0]
+                return sequence_loss(batch.weight, action_value, target, self.huber_delta, self.eta)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -183,9 +183,9 @@ class R2D2:
             acting = state.acting_params
             acting_params = acting[0] if acting else state.params
 
-            def step(before, inputs):
+            def step(loop_state, inputs):
                 keys, steps = inputs
-                env_state, obs, is_first, carry = before
+                env_state, obs, is_first, carry = loop_state
                 action, carry, next_carry = explore(acting_params, obs, keys, steps, is_first, carry)
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
@@ -201,7 +201,7 @@ class R2D2:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = state._replace(
+            new_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 acting_params=acting,
@@ -213,7 +213,7 @@ class R2D2:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return new_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)

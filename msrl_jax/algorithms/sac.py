@@ -25,10 +25,11 @@ from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
+from msrl_jax.loops.normalized import initial_statistics, normalize_obs, update_statistics
 from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
@@ -101,13 +102,15 @@ class SAC:
         """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         action_space = check_discrete_or_bounded(type(self).__name__, env.action_space)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = network_space(self, venv.observation_space)
-        heads, windows, predicted = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
-        policy = windows.network("actor", obs_space, lambda seen: heads.policy(seen, action_space, self))
+        obs_space = normalized_space(venv.observation_space) if self.normalize_observations else venv.observation_space
+        heads, windows, prediction = heads_of(action_space), windows_of(self), self.returns.of_critics(self.discount)
+        policy = windows.network("actor", obs_space, lambda inputs: heads.policy(inputs, action_space, self))
         critics = windows.network(
             "critic",
             obs_space,
-            lambda seen: heads.critics(seen, action_space, self.num_critics, self, predicted.num_outputs, self.target.torso),
+            lambda inputs: heads.critics(
+                inputs, action_space, self.num_critics, self, prediction.num_outputs, self.target.torso
+            ),
         )
         buffer = windows.buffer(env)
         optimizer = for_each_network(make_optimizer(self, epsilon=1e-8))
@@ -120,9 +123,9 @@ class SAC:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
-            explored = policy.apply(params["actor"], seen).sample(keys)
-            action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space, seen))
+            inputs, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
+            policy_action = policy.apply(params["actor"], inputs).sample(keys)
+            action = jnp.where(at_least(steps, buffer.min_size), policy_action, uniform_actions(keys, action_space, inputs))
             return action, carry, next_carry
 
         @fragment(role="env")
@@ -157,13 +160,13 @@ class SAC:
                 # The critics predict the soft values of the next steps.
                 step, next_step = (e.obs, e.action), (e.next_obs, next_action)
                 q, next_q, statistics = self.target.values(critics, trained["critic"], target_critic, step, next_step)
-                target = predicted.target(next_q, backup)
-                critic_loss = (batch.weight * predicted.loss(q, target).sum(0)).mean()
+                target = prediction.target(next_q, backup)
+                critic_loss = (batch.weight * prediction.loss(q, target).sum(0)).mean()
 
                 # The actor maximizes the soft values of its actions.
                 actor, critic = policy.apply(trained["actor"], e.obs), self.target.for_actor(params["critic"], target_critic)
                 action, log_prob = actor.sample_and_log_prob(keys)
-                value = predicted.value(critics.apply(critic, e.obs, action))
+                value = prediction.value(critics.apply(critic, e.obs, action))
                 actor_loss = -actor.expectation(soft_value(value, log_prob, temperature)).mean()
 
                 # The temperature moves the entropy towards its target.
@@ -174,11 +177,11 @@ class SAC:
                 stats = {
                     "critic_loss": critic_loss,
                     "actor_loss": actor_loss,
-                    "q": predicted.expected(q).mean(),
+                    "q": prediction.expected(q).mean(),
                     "entropy": -mean_log_prob.mean(),
                     "temperature": temperature,
                 }
-                return total, (windows.errors(predicted.error(q, target)), stats, statistics)
+                return total, (windows.errors(prediction.error(q, target)), stats, statistics)
 
             return jax.grad(loss, has_aux=True)(params)
 
@@ -204,18 +207,19 @@ class SAC:
                 grads, (td_error, stats, statistics) = gradients(learner.params, learner.target_params, batch)
                 learning_rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-                followed = self.target.followed(params["critic"], statistics)
-                target_params = update_target(learner.target_params, followed, ready)
+                online_params = self.target.followed(params["critic"], statistics)
+                target_params = update_target(learner.target_params, online_params, ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
-            def step(before, inputs):
+            def step(loop_state, inputs):
                 keys, steps = inputs
-                env_state, obs, is_first, carry = before
-                seen = actor_obs(obs)
-                action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
+                env_state, obs, is_first, carry = loop_state
+                action, carry, next_carry = explore(
+                    state.params, state.observations, actor_obs(obs), keys, steps, is_first, carry
+                )
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
@@ -227,7 +231,7 @@ class SAC:
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
-            after = state._replace(
+            new_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 actor_keys=actor_keys,
@@ -238,16 +242,17 @@ class SAC:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return new_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
-            seen = normalize_obs(observations, obs)
-            critic = critics.init(critic_key, seen)
+            observations = initial_statistics(obs, normalize=self.normalize_observations)
+            actor_key, critic_key = jax.random.split(params_key)
+            inputs = normalize_obs(observations, obs)
+            critic = critics.init(critic_key, inputs)
             params = {
-                "actor": policy.init(actor_key, seen),
+                "actor": policy.init(actor_key, inputs),
                 "critic": critic,
                 "log_temperature": jnp.log(jnp.float32(self.initial_temperature)),
             }
@@ -257,8 +262,8 @@ class SAC:
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
-            return to_env_action(choose(policy.apply(state.params["actor"], seen), key)), carry
+            inputs, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
+            return to_env_action(choose(policy.apply(state.params["actor"], inputs), key)), carry
 
         return Agent(
             init=init,

@@ -31,10 +31,11 @@ from msrl_jax.configs.replay_options import Hindsight, Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.privileged import actor_obs
+from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.data_field import check_data
-from msrl_jax.loops.normalized import initial_statistics, network_space, normalize_obs, update_statistics
+from msrl_jax.loops.normalized import initial_statistics, normalize_obs, update_statistics
 from msrl_jax.loops.off_policy import (
     Learner,
     OffPolicyState,
@@ -110,11 +111,13 @@ class TD3:
         action_space = check_bounded(type(self).__name__, env.action_space)
         size = math.prod(action_space.shape)
         venv = envs.EpisodeStatistics(envs.vectorize(env, self.num_envs))
-        obs_space = network_space(self, venv.observation_space)
-        windows, predicted = windows_of(self), self.returns.of_critics(self.discount)
-        actor = windows.network("actor", obs_space, lambda seen: make_actor(seen, size, self))
+        obs_space = normalized_space(venv.observation_space) if self.normalize_observations else venv.observation_space
+        windows, prediction = windows_of(self), self.returns.of_critics(self.discount)
+        actor = windows.network("actor", obs_space, lambda inputs: make_actor(inputs, size, self))
         critics = windows.network(
-            "critic", obs_space, lambda seen: make_critics(seen, action_space, self.num_critics, self, predicted.num_outputs)
+            "critic",
+            obs_space,
+            lambda inputs: make_critics(inputs, action_space, self.num_critics, self, prediction.num_outputs),
         )
         buffer = windows.buffer(env)
         optimizer = make_optimizer(self, epsilon=1e-8)
@@ -137,9 +140,9 @@ class TD3:
         @fragment(role="actor")
         def explore(params, observations, obs, keys, steps, is_first, carry):
             carry = reset_carry(is_first, carry)
-            seen, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
-            explored = jnp.clip(policy(params["actor"], seen) + deviation * noise(keys), -1.0, 1.0)
-            action = jnp.where(at_least(steps, buffer.min_size), explored, uniform_actions(keys, action_space))
+            inputs, next_carry = windows.step(params, normalize_obs(observations, obs), carry)
+            noisy_action = jnp.clip(policy(params["actor"], inputs) + deviation * noise(keys), -1.0, 1.0)
+            action = jnp.where(at_least(steps, buffer.min_size), noisy_action, uniform_actions(keys, action_space))
             return action, carry, next_carry
 
         @fragment(role="env")
@@ -168,16 +171,16 @@ class TD3:
                 # Similar actions have similar values (eq. 14).
                 next_action = jnp.clip(next_action + jnp.clip(smoothing, -self.noise_clip, self.noise_clip), -1.0, 1.0)
             next_q = critics.apply(target_params["critic"], e.next_obs, next_action)
-            target = predicted.target(next_q, lambda q: e.reward + e.discount * q)
+            target = prediction.target(next_q, lambda q: e.reward + e.discount * q)
 
             def critic_loss(critic):
                 q = critics.apply(critic, e.obs, e.action)
-                losses = batch.weight * predicted.loss(q, target).sum(0)
-                return losses.mean(), (predicted.error(q, target), predicted.expected(q).mean())
+                losses = batch.weight * prediction.loss(q, target).sum(0)
+                return losses.mean(), (prediction.error(q, target), prediction.expected(q).mean())
 
             def actor_loss(actor):
-                first = windows.first_critic(params["critic"])
-                return -predicted.expected(critics.apply(first, e.obs, policy(actor, e.obs))).mean()
+                first_critic = windows.first_critic(params["critic"])
+                return -prediction.expected(critics.apply(first_critic, e.obs, policy(actor, e.obs))).mean()
 
             def no_actor_loss(actor):
                 return jnp.float32(0), jax.tree.map(jnp.zeros_like, actor)
@@ -211,19 +214,20 @@ class TD3:
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
                 params, opt_state, rate = {}, {}, learning_rate_at(self, progress)
                 for part, due in (("actor", actor_moves), ("critic", ready)):
-                    before = learner.params[part], learner.opt_state[part]
-                    params[part], opt_state[part] = apply_update(*before, grads[part], rate, due)
+                    part_state = learner.params[part], learner.opt_state[part]
+                    params[part], opt_state[part] = apply_update(*part_state, grads[part], rate, due)
                 target_params = update_target(learner.target_params, params, actor_moves)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
-            def step(before, inputs):
+            def step(loop_state, inputs):
                 keys, steps = inputs
-                env_state, obs, is_first, carry = before
-                seen = actor_obs(obs)
-                action, carry, next_carry = explore(state.params, state.observations, seen, keys, steps, is_first, carry)
+                env_state, obs, is_first, carry = loop_state
+                action, carry, next_carry = explore(
+                    state.params, state.observations, actor_obs(obs), keys, steps, is_first, carry
+                )
                 env_state, t = env_step(env_state, action)
                 item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.valid)
                 return (env_state, t.obs, t.terminated | t.truncated, next_carry), item
@@ -235,7 +239,7 @@ class TD3:
             replay = insert(state.replay, state.pending, items)
             replay_key, sample, ready, report = sample_batches(replay, state.replay_key, state.data, progress)
             learner, key, pending, metrics = learn(state.learner, progress, state.key, sample, ready)
-            after = state._replace(
+            new_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 actor_keys=actor_keys,
@@ -246,22 +250,23 @@ class TD3:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return new_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
             env_state, obs = venv.reset(env_key)
-            observations, (actor_key, critic_key) = initial_statistics(self, obs), jax.random.split(params_key)
-            seen = normalize_obs(observations, obs)
-            params = {"actor": actor.init(actor_key, seen), "critic": critics.init(critic_key, seen)}
+            observations = initial_statistics(obs, normalize=self.normalize_observations)
+            actor_key, critic_key = jax.random.split(params_key)
+            inputs = normalize_obs(observations, obs)
+            params = {"actor": actor.init(actor_key, inputs), "critic": critics.init(critic_key, inputs)}
             learner = Learner(params, params, {name: optimizer.init(p) for name, p in params.items()}, observations)
             state = initial_state(self, buffer, learner, *keys)
             return state._replace(carry=windows.initial_carry(self.num_envs), env_state=env_state, obs=obs)
 
         def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
             # Outside of training, nothing uses the carry of the critics' core.
-            seen, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
-            return to_env_action(policy(state.params["actor"], seen)), carry
+            inputs, carry = windows.step({"actor": state.params["actor"]}, normalize_obs(state.observations, obs), carry)
+            return to_env_action(policy(state.params["actor"], inputs)), carry
 
         return Agent(
             init=init,

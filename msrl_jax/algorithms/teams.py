@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.agents.transformations import scheduled
-from msrl_jax.configs.choices import written
+from msrl_jax.configs.choices import write_value
 from msrl_jax.configs.classes import fields_of
 from msrl_jax.configs.config import config, field
 from msrl_jax.configs.deferred import is_object
@@ -54,13 +54,13 @@ class Teams:
 
     def check(self) -> None:
         """Raises ValueError unless every team has a multi-agent algorithm with valid fields; converts teams to texts."""
-        given = self.teams.split() if isinstance(self.teams, str) else self.teams
-        if not isinstance(given, list | tuple | Mapping):
-            raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        pairs = given.items() if isinstance(given, Mapping) else map(split_team, given)
+        teams = self.teams.split() if isinstance(self.teams, str) else self.teams
+        if not isinstance(teams, list | tuple | Mapping):
+            raise ValueError(f"Teams.teams={teams!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
+        pairs = teams.items() if isinstance(teams, Mapping) else map(split_team, teams)
         entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
-            raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
+            raise ValueError(f"Teams.teams={teams!r} names a team twice; give each team its own name")
         object.__setattr__(self, "teams", tuple(entry.text for entry in entries))
 
     @property
@@ -82,16 +82,18 @@ class Teams:
         members = members_of(tuple(env.agents), entries, name)
         venv = vectorize_agents(env, self.num_envs, members)
 
-        def of(numbers: Mapping[str, Any]) -> Agent:
+        def build_agent(numbers: Mapping[str, Any]) -> Agent:
             teams = {}
             for entry in entries:
-                own = {name.partition("/")[2]: x for name, x in numbers.items() if name.partition("/")[0] == entry.name}
-                team = entry.config and resolve.with_numbers_of(resolve.objects(entry.config), own)
+                values = {name.partition("/")[2]: x for name, x in numbers.items() if name.partition("/")[0] == entry.name}
+                team = entry.config and resolve.with_numbers_of(resolve.objects(entry.config), values)
                 teams[entry.name] = _build_team(dataclasses.replace(entry, config=team), venv, members[entry.name], self)
             return teams_agent(venv, teams, unroll_length=self.unroll_length)
 
         schedules = {e.name: resolve.check(e.config) for e in entries if e.config is not None}
-        return scheduled(of, {f"{team}/{field}": x for team, fields in schedules.items() for field, x in fields.items()})
+        return scheduled(
+            build_agent, {f"{team}/{field}": x for team, fields in schedules.items() for field, x in fields.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +114,15 @@ class TeamSpec:
     def text(self) -> str:
         """Returns the team as `TEAM=ALGORITHM:field=value,...`."""
         fields = [write_agents(self.patterns)] if self.patterns else []
-        changed = fields_of(self.config) if self.config else {}
-        for name, value in changed.items():
-            if is_object(value) and not isinstance(said := reference(value), str):
-                raise ValueError(f"team {self.name!r} has {said['object']} as {name}; teams are text, so give MODULE:NAME")
-        changed = {name: reference(value) if is_object(value) else value for name, value in changed.items()}
-        fields += [f"{k}={written(value)}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
+        fields_set = fields_of(self.config) if self.config else {}
+        for name, value in fields_set.items():
+            if is_object(value) and not isinstance(path := reference(value), str):
+                raise ValueError(f"team {self.name!r} has {path['object']} as {name}; teams are text, so give MODULE:NAME")
+        fields_set = {name: reference(value) if is_object(value) else value for name, value in fields_set.items()}
+        fields += [f"{k}={write_value(value)}".replace(" ", "") for k, value in fields_set.items() if k not in _SHARED]
         name = type(self.config).name if self.config else RANDOM
-        if self.config and files.is_file(found := files.reference(type(self.config))):
-            name = found
+        if self.config and files.is_file(file := files.reference(type(self.config))):
+            name = file
         return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
 
@@ -128,7 +130,7 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
     """Parses a team from a text or a config; raises ValueError if it is invalid."""
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # the name is part of metric names
         raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
-    where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
+    place, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
     kind: Any = None
     if isinstance(algorithm, str):
         name, fields, patterns = read_algorithm(team, algorithm)
@@ -139,38 +141,40 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> TeamSpec:
         name = kind.name
     else:
         raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
-    if given := [name for name in _SHARED if name in fields]:
-        raise ValueError(f"{where} sets {given[0]}, which all teams share; set it for the run")
+    if shared_fields := [name for name in _SHARED if name in fields]:
+        raise ValueError(f"{place} sets {shared_fields[0]}, which all teams share; set it for the run")
     if name == RANDOM:
         if fields:
-            raise ValueError(f"{where} sets {', '.join(fields)}, but random actions need no settings; leave them out")
+            raise ValueError(f"{place} sets {', '.join(fields)}, but random actions need no settings; leave them out")
         return TeamSpec(team, patterns, None)
     if not hasattr(kind, "build_team"):
-        able = sorted([name for name, other in ALGORITHMS.items() if hasattr(other, "build_team")] + [RANDOM])
-        raise ValueError(f"{where} has the algorithm {name!r}{suggestion(name, able)}; teams can have {', '.join(able)}")
+        names = sorted([name for name, config_class in ALGORITHMS.items() if hasattr(config_class, "build_team")] + [RANDOM])
+        raise ValueError(f"{place} has the algorithm {name!r}{suggestion(name, names)}; teams can have {', '.join(names)}")
     try:
         return TeamSpec(team, patterns, make(kind, fields | shared))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{place}: {error}") from None
 
 
 def members_of(agents: tuple[str, ...], entries: list[TeamSpec], env: str) -> dict[str, tuple[int, ...]]:
     """Returns the agent indices of each team; raises ValueError unless every agent has one team, and every team has agents."""
     members: dict[str, tuple[int, ...]] = {}
-    known = f"the agents of {env} are {', '.join(agents)}"
+    agents_text = f"the agents of {env} are {', '.join(agents)}"
     for entry in entries:
         fits = [entry.fits(agent) for agent in agents]
         members[entry.name] = tuple(i for i, fit in enumerate(fits) if fit)
         if not any(fits) and not entry.patterns:
-            raise ValueError(f"no agent's name begins with {entry.name!r}, the name of a team; {known}")
+            raise ValueError(f"no agent's name begins with {entry.name!r}, the name of a team; {agents_text}")
         for pattern in entry.patterns:
             if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents):
-                raise ValueError(f"no agent fits agents={pattern} of team {entry.name!r}; {known}")
+                raise ValueError(f"no agent fits agents={pattern} of team {entry.name!r}; {agents_text}")
     for i, agent in enumerate(agents):
         teams = [name for name, numbers in members.items() if i in numbers]
         if not teams:
             example = agent.rstrip("0123456789").rstrip("_") or agent
-            raise ValueError(f"agent {agent!r} of {env} has no learner; add a team for it, such as {example}={RANDOM}; {known}")
+            raise ValueError(
+                f"agent {agent!r} of {env} has no learner; add a team for it, such as {example}={RANDOM}; {agents_text}"
+            )
         if len(teams) > 1:
             raise ValueError(
                 f"agent {agent!r} of {env} has {len(teams)} learners, teams {' and '.join(map(repr, teams))}; name the agents "
@@ -212,11 +216,11 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int, see
         return params, keys, step_keys
 
     def learn(
-        params: Any, rest: Any, experience: Experience, now: Now, carry: Any, progress: Progress
+        params: Any, team_state: Any, experience: Experience, now: Now, carry: Any, progress: Progress
     ) -> tuple[Any, Any, Metrics]:
-        return params, rest, {}
+        return params, team_state, {}
 
-    def choose_action(params: Any, rest: Any, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+    def choose_action(params: Any, team_state: Any, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
         (steps,) = carry
         keys = jax.random.split(jax.random.key(seed) if key is None else key, len(steps))
         return sample(obs, jax.vmap(jax.random.fold_in)(keys, steps)), (steps + 1,)

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from msrl_jax.configs.deferred import MADE, has_arrays, is_deferred, is_hashable, is_object
-from msrl_jax.configs.fields import choices
+from msrl_jax.configs.deferred import INITIALIZED_MODULE, has_arrays, is_deferred, is_hashable, is_object
+from msrl_jax.configs.fields import Config, choices
 from msrl_jax.fragments.support.checks import name_of, shown
 from msrl_jax.fragments.support.text_values import Call, parts_of
 
@@ -22,7 +22,7 @@ RELATIONS = {"above": operator.gt, "at least": operator.ge, "at most": operator.
 """How a number may be related to a bound, in words."""
 
 
-def check_fields(self: Any) -> None:
+def check_fields(self: Config) -> None:
     """Raises ValueError unless every `field` of a dataclass has a value of its type and within its bounds."""
     for f in dataclasses.fields(self):
         where, kinds = f"{type(self).__name__}.{f.name}", parts_of(f.type)
@@ -31,7 +31,7 @@ def check_fields(self: Any) -> None:
         if options := choices(f):
             value = options[0].read(where, value, f)
         if not (has_no_number or (f.metadata.get("tunable") and is_deferred(value))):
-            value = _checked(where, value, kinds, f.metadata)
+            value = _check_value(where, value, kinds, f.metadata)
         object.__setattr__(self, f.name, value)
 
 
@@ -48,12 +48,12 @@ def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
     return value
 
 
-def _checked(where: str, value: Any, kinds: tuple[Any, ...], about: Mapping[str, Any]) -> Any:
+def _check_value(where: str, value: Any, kinds: tuple[Any, ...], metadata: Mapping[str, Any]) -> Any:
     """Returns a valid value, as a Python number if it is a number."""
     if Any in kinds and is_object(value) and not is_hashable(value) and has_arrays(value):  # such as an Equinox module
-        raise TypeError(f"{where}={name_of(value)} {MADE}")
-    if remedy := _remedy(value, kinds, about.get("bounds", {})):
-        or_schedule = ", or a schedule, such as 'linear:0.1'" if about.get("tunable") and isinstance(value, str) else ""
+        raise TypeError(f"{where}={name_of(value)} {INITIALIZED_MODULE}")
+    if remedy := _remedy(value, kinds, metadata.get("bounds", {})):
+        or_schedule = ", or a schedule, such as 'linear:0.1'" if metadata.get("tunable") and isinstance(value, str) else ""
         raise ValueError(f"{where}={shown(str(value) if isinstance(value, Call) else value)}: use {remedy}{or_schedule}")
     if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):
         # NumPy scalars compute at low precision, and JSON does not support fractions.
@@ -81,12 +81,12 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     return None
 
 
-def _word_remedy(value: Any, words: list[Any], or_object: bool) -> str | None:
+def _word_remedy(value: object, words: list[Any], or_object: bool) -> str | None:
     if value in words:
         return None
-    near = difflib.get_close_matches(str(value).lower(), words, n=1)
-    own = ", your own object, or MODULE:NAME of one" if or_object else ""
-    return repr(near[0]) if near else f"one of {sorted(words)}{own}"
+    matches = difflib.get_close_matches(str(value).lower(), words, n=1)
+    or_custom = ", your own object, or MODULE:NAME of one" if or_object else ""
+    return repr(matches[0]) if matches else f"one of {sorted(words)}{or_custom}"
 
 
 def _float_remedy(value: Any, bounds: Mapping[str, float]) -> str | None:
@@ -97,11 +97,11 @@ def _float_remedy(value: Any, bounds: Mapping[str, float]) -> str | None:
     if not (math.isfinite(number) and _is_within(number, bounds)):
         several = ", or give the list to msrl.train: a member for each" if isinstance(value, list | tuple) else ""
         return f"a finite number {_bounds_text(bounds, 'g')}".rstrip() + several
-    held = number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
-    return None if held else "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"
+    is_float32 = number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
+    return None if is_float32 else "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -120,6 +120,6 @@ def check_unused(config: Any, names: Collection[str], because: str) -> None:
             raise ValueError(f"{type(config).__name__}.{f.name} has no effect {because}; leave it out")
 
 
-def is_constant(value: Any, number: float) -> bool:
+def is_constant(value: object, number: float) -> bool:
     """Whether a number of a config is constant in the whole program and equal to `number`."""
     return not isinstance(value, Tracer) and value == number

@@ -41,7 +41,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
 
     Args:
       cls: the class.
-      of: a protocol, or a tuple of them: the types of the fields that accept the option, besides those that name its class.
+      of: a protocol, or a tuple of them; fields with these types accept the option, and so do fields that name its class.
 
     Returns:
       The class as a frozen dataclass, checked on construction, and a pytree whose leaves are its tunable numbers.
@@ -59,7 +59,7 @@ def option(cls: Any = None, /, *, of: Any = ()) -> Any:
     return option_of(cls, ()) if cls is not None else lambda cls: option_of(cls, protocols)
 
 
-def _is_protocol(value: Any) -> bool:
+def _is_protocol(value: object) -> bool:
     return getattr(value, "_is_protocol", False)
 
 
@@ -72,35 +72,36 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     name = vars(cls).get("option", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower())
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name == "none":
         raise ValueError(f"{cls.__name__}.option={name!r}: use small letters, digits and _, such as 'my_option'")
-    made: Any = cls
-    made.option, made.read, made.__str__ = name, staticmethod(read), lambda self: text(self)
-    made = class_of_fields(made, f"the option {cls.__name__}")
+    new: Any = cls
+    new.option, new.read, new.__str__ = name, staticmethod(read), lambda self: text(self)
+    new = class_of_fields(new, f"the option {cls.__name__}")
     for protocol in protocols:
-        known = OPTIONS.setdefault(protocol, {})
-        other = known.get(name, made)
-        if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):  # a notebook cell may redefine one
-            where = f"{protocol.__name__} has the option {name!r} already, {other.__module__}.{other.__qualname__}"
-            if "__main__" in (other.__module__, made.__module__):
+        registered = OPTIONS.setdefault(protocol, {})
+        previous = registered.get(name, new)
+        # A notebook cell may redefine an option.
+        if (previous.__module__, previous.__qualname__) != (new.__module__, new.__qualname__):
+            where = f"{protocol.__name__} has the option {name!r} already, {previous.__module__}.{previous.__qualname__}"
+            if "__main__" in (previous.__module__, new.__module__):
                 where += f"; if it is the same class, pass {cls.__name__}(...) itself, not a text; else"
             raise ValueError(f"{where}; give the class {cls.__name__} another name")
-        known[name] = made
-    return made
+        registered[name] = new
+    return new
 
 
 def _check_methods(cls: type, protocol: type) -> None:
-    """Raises TypeError unless a class has the methods of a protocol, which take as many arguments."""
+    """Raises TypeError unless a class has the methods of a protocol, with the same number of arguments."""
     for name, method in vars(protocol).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue
-        wanted, own = inspect.signature(method), getattr(cls, name, None)
-        if not callable(own):
-            raise TypeError(f"the option {cls.__name__} has no method {name}; {protocol.__name__} has {name}{wanted}")
+        expected, implementation = inspect.signature(method), getattr(cls, name, None)
+        if not callable(implementation):
+            raise TypeError(f"the option {cls.__name__} has no method {name}; {protocol.__name__} has {name}{expected}")
         try:
-            positional = [n for n, p in wanted.parameters.items() if p.kind is not p.KEYWORD_ONLY]
-            inspect.signature(own).bind(*positional, **{n: n for n in wanted.parameters.keys() - {*positional}})
+            positional = [n for n, p in expected.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+            inspect.signature(implementation).bind(*positional, **{n: n for n in expected.parameters.keys() - {*positional}})
         except TypeError:
-            takes = f"the method {name}{inspect.signature(own)} of the option {cls.__name__}"
-            raise TypeError(f"{takes} does not take the arguments of {protocol.__name__}: {name}{wanted}") from None
+            takes = f"the method {name}{inspect.signature(implementation)} of the option {cls.__name__}"
+            raise TypeError(f"{takes} does not take the arguments of {protocol.__name__}: {name}{expected}") from None
 
 
 def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
@@ -120,70 +121,70 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
-def _is_custom(value: Any, field: dataclasses.Field[Any]) -> bool:
+def _is_custom(value: object, field: dataclasses.Field[Any]) -> bool:
     if isinstance(value, str):
         return is_path(value) and value.partition(":")[0] not in [kind.option for kind in choices(field)]
     return is_object(value) and not is_option(value)
 
 
-def text(option: Any, *, whole: bool = False) -> str:
-    """Returns the text of an option, without default values unless `whole`."""
-    return written(option, whole=whole, nested=False)
+def text(option: Any, *, full: bool = False) -> str:
+    """Returns the text of an option, without default values unless `full`."""
+    return write_value(option, full=full, nested=False)
 
 
-def written(value: Any, *, whole: bool = False, nested: bool = True) -> str:
+def write_value(value: Any, *, full: bool = False, nested: bool = True) -> str:
     """Returns the text of an argument of an option, in the form that `read_call` parses."""
     if is_option(value):
         name = path_of(type(value)) or value.option
-        kwargs = {name: written(x, whole=whole) for name, x in fields_of(value, whole=whole).items()}
+        kwargs = {name: write_value(x, full=full) for name, x in fields_of(value, full=full).items()}
         return write_call(name, kwargs, nested=":" in name or (nested and bool(kwargs)))
     return write_argument(value)
 
 
-def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+def read_option(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
-    if given in ("None", "none") and type(None) in parts_of(field.type):
+    if value in ("None", "none") and type(None) in parts_of(field.type):
         return None
-    known = {kind.option: kind for kind in choices(field)}
-    if own := _own_class(where, given, field):
-        given = str(given).partition(":")[2]
-    names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(given))]
-    if len(names) > 1 and known.keys() >= {*names}:
-        fact = f"{where}={shown(str(given))} has {len(names)} options"
+    options = {kind.option: kind for kind in choices(field)}
+    if custom_class := _import_custom_class(where, value, field):
+        value = str(value).partition(":")[2]
+    names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(value))]
+    if len(names) > 1 and options.keys() >= {*names}:
+        fact = f"{where}={shown(str(value))} has {len(names)} options"
         raise ValueError(f"{fact}; give one, or use msrl.sweep, which tries several")
     try:
-        call = read_call(given) if isinstance(given, str) else given
+        call = read_call(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if (kind := own or known.get(call.name)) is None:
-        raise ValueError(f"{where}={shown(str(given))}: use {_names(field)}{suggestion(call.name, known)}")
+    if (kind := custom_class or options.get(call.name)) is None:
+        raise ValueError(f"{where}={shown(str(value))}: use {_names(field)}{suggestion(call.name, options)}")
     try:
         inspect.signature(kind).bind(*call.args, **call.kwargs)
     except TypeError:
-        known = {f.name: written(f.default) for f in dataclasses.fields(kind)}
-        near = "".join(suggestion(name, known) for name in sorted(call.kwargs.keys() - known))
-        taken = ", ".join(f"{name}={x}" for name, x in known.items()) or "nothing"
-        raise ValueError(f"{where}: {call.name} takes {taken}{near}") from None
+        defaults = {f.name: write_value(f.default) for f in dataclasses.fields(kind)}
+        near = "".join(suggestion(name, defaults) for name in sorted(call.kwargs.keys() - defaults))
+        arguments = ", ".join(f"{name}={x}" for name, x in defaults.items()) or "nothing"
+        raise ValueError(f"{where}: {call.name} takes {arguments}{near}") from None
     with located(where, kind):
         return kind(*call.args, **call.kwargs)
 
 
-def _own_class(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+def _import_custom_class(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Imports the class in `MODULE:CLASS` or `MODULE:CLASS(field=value,...)`; None if the text is not of this form."""
-    found = OWN_CALL.fullmatch(given.strip()) if isinstance(given, str) else None
+    match = OWN_CALL.fullmatch(value.strip()) if isinstance(value, str) else None
     protocols = [kind.__name__ for kind in parts_of(field.type) if kind in OPTIONS]
-    if found is None or not protocols or found["path"].partition(":")[0] in [kind.option for kind in choices(field)]:
+    if match is None or not protocols or match["path"].partition(":")[0] in [kind.option for kind in choices(field)]:
         return None
-    what = f"a class made with option(of={protocols[0]})"
-    return imported(where, found["path"], what, lambda value: any(value is kind for kind in choices(field)))
+    description = f"a class made with option(of={protocols[0]})"
+    return imported(where, match["path"], description, lambda candidate: any(candidate is kind for kind in choices(field)))
 
 
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
     words = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
-    kinds, known = parts_of(field.type), [kind.option for kind in choices(field)]
-    own = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
-    return "one of " + ", ".join([*known, *own, *(word for kind, word in words.items() if kind in kinds)])
+    kinds, names = parts_of(field.type), [kind.option for kind in choices(field)]
+    custom_forms = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
+    return "one of " + ", ".join([*names, *custom_forms, *(word for kind, word in words.items() if kind in kinds)])
 
 
 @contextlib.contextmanager

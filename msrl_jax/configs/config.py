@@ -71,12 +71,12 @@ def config(
     def make(cls: Any) -> Any:
         where = f"the config {cls.__name__}"
         _check_class(cls, where)
-        cls.build = _of_plain_fields(cls.build)
+        cls.build = _check_resolved(cls.build)
         new = class_of_fields(cls, where, kw_only=True)
         new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
-        same_name = [other for n, other in DECLARED.items() if n.lower() == name.lower()]
-        if any(other is not None and vars(other)["declared_in"] != new.declared_in for other in same_name):
+        same_name = [previous for n, previous in DECLARED.items() if n.lower() == name.lower()]
+        if any(previous is not None and vars(previous)["declared_in"] != new.declared_in for previous in same_name):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
         DECLARED[name] = new  # a notebook cell may redefine it
         return new
@@ -100,8 +100,8 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    told = {fact: getattr(parent, fact) for fact in ("many_agents", "offline", "privileged", "actions")}
-    return config(algorithm, **told)(new)
+    attributes = {attribute: getattr(parent, attribute) for attribute in ("many_agents", "offline", "privileged", "actions")}
+    return config(algorithm, **attributes)(new)
 
 
 def _check_class(cls: type, where: str) -> None:
@@ -115,11 +115,11 @@ def _check_class(cls: type, where: str) -> None:
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
 
 
-def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
+def _check_resolved(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `build`: rejects texts that stand for objects and schedules; adds the privileged state that critics need."""
 
     @functools.wraps(build)
-    def built(self: Any, env: Any) -> Any:
+    def build_checked(self: Any, env: Any) -> Any:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             is_word = isinstance(value, str) and Any in typing.get_args(f.type)
@@ -130,4 +130,4 @@ def _of_plain_fields(build: Callable[..., Any]) -> Callable[..., Any]:
                 raise ValueError(f"{where} is not resolved yet; call msrl_jax.algorithms.build(config, env), which resolves it")
         return build(self, with_privileged(env) if self.privileged else env)
 
-    return built
+    return build_checked

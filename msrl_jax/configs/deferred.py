@@ -7,15 +7,15 @@ import jax
 
 from msrl_jax.configs.fields import is_option, path_of
 
-MADE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
+INITIALIZED_MODULE = "is a module that has its parameters; give a function of a key that makes it: lambda key: ..."
 
 
-def is_deferred(value: Any) -> bool:
+def is_deferred(value: object) -> bool:
     """Whether a value may refer to something that `build` resolves: a text with a colon, or a function."""
     return ":" in value if isinstance(value, str) else callable(value)
 
 
-def has_arrays(value: Any) -> bool:
+def has_arrays(value: object) -> bool:
     """Whether a value holds arrays, as an initialized module does."""
     return any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))
 
@@ -28,7 +28,7 @@ def is_object(value: Any) -> bool:
     return callable(value) or any(hasattr(value, method) for method in ("apply", "step", "make")) or several
 
 
-def is_hashable(value: Any) -> bool:
+def is_hashable(value: object) -> bool:
     """Whether a value may be a key, as the static part of a pytree must be."""
     try:
         hash(value)

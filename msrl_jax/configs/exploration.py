@@ -33,8 +33,8 @@ class Annealed:
 
     def epsilon(self, steps: Counter, num_envs: int) -> jax.Array:
         """Returns the probability of random actions after `steps`. `[]`"""
-        left = 1 - fraction(steps, self.steps)  # a fraction, because a count may overflow
-        return (1.0 - self.final) * left + self.final
+        remaining = 1 - fraction(steps, self.steps)  # a fraction, because a count may overflow
+        return (1.0 - self.final) * remaining + self.final
 
 
 @option(of=Exploration)

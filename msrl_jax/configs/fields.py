@@ -16,6 +16,7 @@ from msrl_jax.fragments.support.text_values import parts_of
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance as Config
 
     class Tunable:
         """The type of a `tunable` field: set it to a number, a scalar array or a schedule; it reads as a number."""
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         def __set__(self, config: object, value: float | jax.Array | str | Callable[..., Any] | None) -> None: ...
 
 else:
-    Tunable, TunableOrNone = float, float | None
+    Tunable, TunableOrNone, Config = float, float | None, Any
 
 
 def field(
@@ -62,9 +63,9 @@ def field(
       The field, for a class made with `config` or `option`.
     """
     bounds = {"above": above, "at least": low, "at most": high, "below": below}
-    about = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}
-    about |= {"tunable": tunable, "adaptive": adaptive, "once": once}
-    return dataclasses.field(default=default, metadata=about)  # type: ignore[return-value]
+    metadata = {"doc": doc, "bounds": {k: v for k, v in bounds.items() if v is not None}}
+    metadata |= {"tunable": tunable, "adaptive": adaptive, "once": once}
+    return dataclasses.field(default=default, metadata=metadata)  # type: ignore[return-value]
 
 
 def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = False, **bounds: float) -> Any:
@@ -75,15 +76,15 @@ def tunable(*, default: Any, doc: str, adaptive: bool = False, once: bool = Fals
     return field(default=default, doc=doc, tunable=True, adaptive=adaptive, once=once, **bounds)
 
 
-def is_option(value: Any) -> bool:
+def is_option(value: object) -> bool:
     """Whether a value is an option or the class of an option."""
     return hasattr(value, "option") and dataclasses.is_dataclass(value)
 
 
 def path_of(kind: Any) -> str | None:
     """How text names the class of an option: NAME, or MODULE:NAME of a custom one; None if no module has that one."""
-    found = kind.option if kind.__module__.startswith("msrl_jax.") else reference(kind)
-    return found if isinstance(found, str) else None
+    name = kind.option if kind.__module__.startswith("msrl_jax.") else reference(kind)
+    return name if isinstance(name, str) else None
 
 
 OPTIONS: dict[type, dict[str, Any]] = {}

@@ -4,28 +4,28 @@ import dataclasses
 import operator
 from typing import Any
 
-from msrl_jax.configs.fields import choices, is_option
+from msrl_jax.configs.fields import Config, choices, is_option
 
 
-def all_fields(config: Any, above: tuple[Any, ...] = ()) -> dict[str, dataclasses.Field[Any]]:
+def all_fields(config: Config | type[Config], parents: tuple[Any, ...] = ()) -> dict[str, dataclasses.Field[Any]]:
     """Returns the fields of a config and its options, by dotted name; for a class, those of all options that it accepts.
 
-    The classes `above` it are left out, because an option may hold others of its protocol.
+    Its `parents` are left out, because an option may hold others of its protocol.
     """
-    found: dict[str, dataclasses.Field[Any]] = {}
+    fields: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
-        found[f.name] = f
-        held = [c for c in choices(f) if c not in above] if isinstance(config, type) else [getattr(config, f.name)]
-        for each in filter(is_option, held):
-            found |= {f"{f.name}.{name}": inner for name, inner in all_fields(each, (*above, each)).items()}
-    return found
+        fields[f.name] = f
+        values = [c for c in choices(f) if c not in parents] if isinstance(config, type) else [getattr(config, f.name)]
+        for value in filter(is_option, values):
+            fields |= {f"{f.name}.{name}": inner for name, inner in all_fields(value, (*parents, value)).items()}
+    return fields
 
 
-def tunable_fields(config: Any) -> tuple[str, ...]:
+def tunable_fields(config: Config | type[Config]) -> tuple[str, ...]:
     """Returns the names of the fields that may differ between the population members of one program."""
     return tuple(name for name, f in all_fields(config).items() if f.metadata.get("tunable"))
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_of(config: Config, name: str) -> Any:
     """Returns the value of a field of a config, or of an option in it."""
     return operator.attrgetter(name)(config)

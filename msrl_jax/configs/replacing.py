@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from msrl_jax.configs.choices import located, read
-from msrl_jax.configs.fields import choices, is_option
+from msrl_jax.configs.fields import Config, choices, is_option
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
 
 T = TypeVar("T")
 
 
-def with_options(config: Any) -> list[Any]:
+def with_options(config: Config) -> list[Any]:
     """Returns a config and the options in it."""
-    held = [getattr(config, f.name) for f in dataclasses.fields(config)]
-    return [config, *(part for each in held if is_option(each) for part in with_options(each))]
+    values = [getattr(config, f.name) for f in dataclasses.fields(config)]
+    return [config, *(option for value in values if is_option(value) for option in with_options(value))]
 
 
 def with_traced(config: T, values: Mapping[str, Any]) -> T:
     """Replaces fields of a config with traced numbers, without checks; the numbers must have been checked before."""
 
-    def replace(config: Any, **values: Any) -> Any:
+    def replace(config: T, **values: Any) -> T:
         traced = copy.copy(config)
         for name, value in values.items():
             object.__setattr__(traced, name, value)
@@ -39,20 +39,20 @@ def with_values(
     `where` is the place of the config in messages, by default its class; `replace` replaces fields that are not dotted.
     """
     fields, where = {f.name: f for f in dataclasses.fields(config)}, where or type(config).__name__  # type: ignore[arg-type]
-    own = {name: x for name, x in values.items() if "." not in name}
-    inner: dict[str, dict[str, Any]] = {}
+    direct = {name: x for name, x in values.items() if "." not in name}
+    nested: dict[str, dict[str, Any]] = {}
     for name, x in values.items():
-        head, dot, rest = name.partition(".")
+        head, dot, field = name.partition(".")
         if dot:
-            inner.setdefault(head, {})[rest] = x
-    for head, given in inner.items():
-        place, held = f"{where}.{head}", own.get(head, getattr(config, head))
-        held = read(place, held, fields[head]) if isinstance(held, str) else held
-        for name, x in given.items():
-            if name.partition(".")[0] not in getattr(held, "__dataclass_fields__", ()):
+            nested.setdefault(head, {})[field] = x
+    for head, option_values in nested.items():
+        place, option = f"{where}.{head}", direct.get(head, getattr(config, head))
+        option = read(place, option, fields[head]) if isinstance(option, str) else option
+        for name, x in option_values.items():
+            if name.partition(".")[0] not in getattr(option, "__dataclass_fields__", ()):
                 having = " or ".join(repr(kind.option) for kind in choices(fields[head]) if name in all_fields(kind))
-                fact = f"{place}.{name}={shown(x)}: {head} is {' '.join(str(held).split())}, which has no {name}"
+                fact = f"{place}.{name}={shown(x)}: {head} is {' '.join(str(option).split())}, which has no {name}"
                 raise ValueError(f"{fact}; leave it out, or give {head}={having} too")
-        with located(place, held):
-            own[head] = with_values(held, given, where=place, replace=replace)
-    return replace(config, **own)
+        with located(place, option):
+            direct[head] = with_values(option, option_values, where=place, replace=replace)
+    return replace(config, **direct)

@@ -288,12 +288,12 @@ class WithoutStatistics:
         return state
 
 
-def env_name(env: Environment | VectorEnvironment) -> str:
+def env_name(env: object) -> str:
     """Returns the name of an environment for messages."""
     return str(getattr(env, "name", type(env).__name__))
 
 
-def check_made(env: Any) -> None:
+def check_made(env: object) -> None:
     """Raises TypeError if `env` is not an environment, but a name, a class, or an object without the methods."""
     if isinstance(env, str):
         raise TypeError(f"the environment {env!r} is a string; pass the result of msrl_jax.envs.make({env!r})")
@@ -303,24 +303,24 @@ def check_made(env: Any) -> None:
         raise TypeError(f"the environment is {shown(env)}, which has no reset; pass an environment, e.g. from envs.make")
 
 
-def has_agents(env: Any) -> bool:
+def has_agents(env: object) -> bool:
     """Whether an environment has several agents: whether it has an attribute `agents`."""
     return hasattr(env, "agents")
 
 
-def is_on_host(env: Any) -> bool:
+def is_on_host(env: object) -> bool:
     """Whether an environment, or the one inside its wrappers, is simulated on the host: it has copies, but no state."""
     return any(getattr(inner, "on_host", False) for inner in iter_wrapped(env))
 
 
-def iter_wrapped(env: Any) -> Iterator[Any]:
+def iter_wrapped(env: object) -> Iterator[Any]:
     """Yields an environment and those inside its wrappers, outermost first."""
     while env is not None:
         yield env
         env = getattr(env, "env", None)
 
 
-def close_simulators(env: Any) -> None:
+def close_simulators(env: object) -> None:
     """Stops the simulators of a vector environment until they are needed again; does nothing if it has none."""
     for inner in iter_wrapped(env):
         if is_on_host(inner) and hasattr(inner, "simulators"):

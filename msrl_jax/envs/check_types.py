@@ -31,34 +31,36 @@ _NUMBERS = (jnp.bool_, jnp.integer, jnp.floating)  # neither complex numbers nor
 def check_types(env: Any, several: bool = False) -> None:
     """Raises TypeError if an environment, of one agent or several, lacks a member, or a result violates the protocol."""
     name, members = env_name(env), ("agents", *_MEMBERS) if several else _MEMBERS
-    if missing := [member for member in members if not hasattr(env, member)]:
+    if missing_members := [member for member in members if not hasattr(env, member)]:
         dicts = "; stack_agents(env) makes them from dicts by agent name" if hasattr(env, "observation_spaces") else ""
         kind = " with several agents" if several else ""
-        raise TypeError(f"{name} has no {missing[0]}; an environment{kind} has {', '.join(members)}{dicts if several else ''}")
+        raise TypeError(
+            f"{name} has no {missing_members[0]}; an environment{kind} has {', '.join(members)}{dicts if several else ''}"
+        )
     if several:
         check_names(name, env.agents)
     for field in ("observation_space", "action_space"):
         check_space(getattr(env, field), f"{name}.{field}")
     lead: tuple[int, ...] = (len(env.agents),) if several else ()
-    each = f" for each of its {len(env.agents)} agents" if several else ""
+    per_agent = f" for each of its {len(env.agents)} agents" if several else ""
     observation, action = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
     )
-    state, obs = output_shapes(lambda key: _called(env.reset, f"{name}.reset", "state, obs", key))
-    compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{each}")
+    state, obs = output_shapes(lambda key: _call_checked(env.reset, f"{name}.reset", "state, obs", key))
+    compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{per_agent}")
 
     def step(key, state, action):
-        return _called(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
+        return _call_checked(env.step, f"{name}.step", "state, obs, reward, terminated, truncated", key, state, action)
 
     next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, output_shapes(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
-    compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{each}")
+    compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{per_agent}")
     if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in _NUMBERS):
-        wanted = f"one number{each}" if several else "a scalar"
-        raise TypeError(f"the reward of {name}.step is {show(reward)}; return {wanted}, float32{list(lead)}")
+        expected = f"one number{per_agent}" if several else "a scalar"
+        raise TypeError(f"the reward of {name}.step is {show(reward)}; return {expected}, float32{list(lead)}")
     scalar = "a scalar bool, jnp.asarray(False) if it never happens"
-    _check_flag(terminated, lead, f"terminated of {name}.step", f"one flag{each}, bool{list(lead)}" if several else scalar)
+    _check_flag(terminated, lead, f"terminated of {name}.step", f"one flag{per_agent}, bool{list(lead)}" if several else scalar)
     _check_flag(truncated, (), f"truncated of {name}.step", scalar)
     if has_masks(env):
         if not isinstance(space := env.action_space, spaces.Discrete):
@@ -72,7 +74,9 @@ def check_types(env: Any, several: bool = False) -> None:
                 f"Discrete({space.n}), and add {space.start} to the action in step"
             )
         shape, mask = (*lead, space.n), jax.eval_shape(env.action_mask, state)
-        _check_flag(mask, shape, f"{name}.action_mask", f"bool{list(shape)}, whether each action of {space} is legal{each}")
+        _check_flag(
+            mask, shape, f"{name}.action_mask", f"bool{list(shape)}, whether each action of {space} is legal{per_agent}"
+        )
     if several and hasattr(env, "global_state"):
         joint: Any = jax.eval_shape(env.global_state, state)
         if getattr(joint, "ndim", None) != 1:
@@ -88,20 +92,22 @@ def _check_report(name: str, env: Any, state: PyTree, metrics: Any) -> None:
     if not hasattr(env, "report"):
         first = next(iter(metrics))
         raise TypeError(f"{name} declares metrics, but has no method report(state); add one that returns {{{first!r}: ...}}")
-    found: dict[str, Any] = {}
+    reported_metrics: dict[str, Any] = {}
 
     def report(state: PyTree) -> None:
-        if not isinstance(given := env.report(state), Mapping):
-            raise TypeError(f"{name}.report returned {show(given)}; return a dict of the metrics by name")
-        found.update({key: jnp.asarray(x) if isinstance(x, bool | int | float) else x for key, x in given.items()})
+        if not isinstance(report_result := env.report(state), Mapping):
+            raise TypeError(f"{name}.report returned {show(report_result)}; return a dict of the metrics by name")
+        reported_metrics.update(
+            {key: jnp.asarray(x) if isinstance(x, bool | int | float) else x for key, x in report_result.items()}
+        )
 
     jax.eval_shape(report, state)
-    for key in [*found, *metrics]:
-        if key not in found:
+    for key in [*reported_metrics, *metrics]:
+        if key not in reported_metrics:
             raise TypeError(f"{name}.report returned no {key!r}, which metrics declares; return all metrics after every step")
         if key not in metrics:
             raise TypeError(f"{name}.report returned {key!r}, which metrics does not declare; add it there, as {key!r}: 'last'")
-        x = found[key]
+        x = reported_metrics[key]
         if getattr(x, "shape", None) != () or not any(jnp.issubdtype(x.dtype, kind) for kind in _NUMBERS):
             raise TypeError(f"{key!r} of {name}.report is {show(x)}; return a scalar number or bool")
 
@@ -114,9 +120,9 @@ def check_names(name: str, agents: Any) -> None:
         raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give each agent a different name")
 
 
-def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:
+def _check_flag(x: Any, shape: tuple[int, ...], place: str, remedy: str) -> None:
     if getattr(x, "shape", None) != shape or x.dtype != bool:
-        raise TypeError(f"{what} is {show(x)}; return {remedy}")
+        raise TypeError(f"{place} is {show(x)}; return {remedy}")
 
 
 def check_key(key: jax.Array) -> None:
@@ -125,20 +131,20 @@ def check_key(key: jax.Array) -> None:
         raise TypeError(f"reset needs one typed key, got {jax.typeof(key)}; make it with jax.random.key(seed)")
 
 
-def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], each: str) -> PyTree:
-    """Converts actions `[*batch, ...]` to the dtypes of the action space; `each` says in messages what an entry belongs to.
+def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], owner: str) -> PyTree:
+    """Converts actions `[*batch, ...]` to the dtypes of the action space; `owner` says in messages what an entry belongs to.
 
     Raises ValueError if the shapes or the kinds of the dtypes differ.
     """
 
-    def convert(path, want, x):
-        x, shape = jnp.asarray(x), (*batch, *want.shape)
-        if x.shape != shape or not jnp.can_cast(x.dtype, want.dtype, "same_kind"):
+    def convert(path, expected, x):
+        x, shape = jnp.asarray(x), (*batch, *expected.shape)
+        if x.shape != shape or not jnp.can_cast(x.dtype, expected.dtype, "same_kind"):
             raise ValueError(
-                f"action{keystr(path)} of {env.name} is {show(x)}; it must be {want.dtype}{list(shape)}: "
-                f"one element of {env.action_space} for each {each}"
+                f"action{keystr(path)} of {env.name} is {show(x)}; it must be {expected.dtype}{list(shape)}: "
+                f"one element of {env.action_space} for each {owner}"
             )
-        return x.astype(want.dtype)
+        return x.astype(expected.dtype)
 
     return jax.tree_util.tree_map_with_path(convert, spaces.struct(env.action_space), action)
 
@@ -161,9 +167,9 @@ def line_of_user(error: BaseException) -> str | None:
     """Returns the line of the environment's code that raised an error, `FILE:LINE (function), SOURCE`; None if there is
     none.
     """
-    installed, ours = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
+    installed, this_package = (os.path.dirname(os.path.dirname(path)) + os.sep for path in (jax.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((installed, "<"))]
-    if not frames or frames[-1].filename.startswith(ours):
+    if not frames or frames[-1].filename.startswith(this_package):
         return None
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}), `{frames[-1].line}`"
 
@@ -179,53 +185,53 @@ def in_short(error: BaseException) -> str:
     )
 
 
-def _called(method: Callable[..., Any], where: str, parts: str, *given: Any) -> tuple:
+def _call_checked(method: Callable[..., Any], place: str, parts: str, *inputs: Any) -> tuple:
     """Returns the traced result of an environment's method; raises TypeError if it needs concrete values or returns a
     non-array.
     """
-    arguments = "key" if len(given) == 1 else "key, state, action"
+    arguments = "key" if len(inputs) == 1 else "key, state, action"
     try:
-        inspect.signature(method).bind(*given)
+        inspect.signature(method).bind(*inputs)
     except TypeError as error:
-        raise TypeError(f"{where}{inspect.signature(method)} does not take the arguments ({arguments}): {error}") from None
+        raise TypeError(f"{place}{inspect.signature(method)} does not take the arguments ({arguments}): {error}") from None
     try:
-        result = returned(method(*given), where, parts)
+        result = check_parts(method(*inputs), place, parts)
     except _NEEDS_VALUES as error:
         line = line_of_user(error)
-        raise TypeError(f"{where} fails{f' at {line}' if line else ''}: {in_short(error)}") from error
+        raise TypeError(f"{place} fails{f' at {line}' if line else ''}: {in_short(error)}") from error
     for name, part in zip(parts.split(", "), result, strict=True):
         for path, leaf in jax.tree.leaves_with_path(part):
             if isinstance(leaf, str | bytes) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV"):
-                raise TypeError(f"{name}{keystr(path)} of {where} is {shown(leaf)}; return numbers or arrays of them")
+                raise TypeError(f"{name}{keystr(path)} of {place} is {shown(leaf)}; return numbers or arrays of them")
     return drop_weak_types(result)
 
 
-def returned(result: Any, where: str, parts: str) -> tuple:
+def check_parts(result: Any, place: str, parts: str) -> tuple:
     """Returns a result as a tuple; raises TypeError unless it has the parts that `parts` names, separated by ", "."""
-    wanted = len(parts.split(", "))
-    if not isinstance(result, tuple) or len(result) != wanted:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise TypeError(f"{where} returned {got}; return the {wanted} values ({parts})")
+    num_parts = len(parts.split(", "))
+    if not isinstance(result, tuple) or len(result) != num_parts:
+        description = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise TypeError(f"{place} returned {description}; return the {num_parts} values ({parts})")
     return result
 
 
-def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
+def compare_types(actual: PyTree, expected: PyTree, place: str, reference: str) -> None:
     """Raises TypeError unless two pytrees have the same structure, shapes and dtypes; the message names both and the leaf."""
-    got_leaves, want_leaves = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (got, want))
-    for path in [*got_leaves, *want_leaves]:
-        a, b = got_leaves.get(path), want_leaves.get(path)
-        if a is None or b is None:
-            has, lacks = (what, reference) if b is None else (reference, what)
-            where = keystr(path) or "a value"
-            raise TypeError(f"{has} has {where}, which {lacks} does not have; return the same pytree in both")
-        if a.shape != b.shape or a.dtype != b.dtype:
+    actual_leaves, expected_leaves = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (actual, expected))
+    for path in [*actual_leaves, *expected_leaves]:
+        actual_leaf, expected_leaf = actual_leaves.get(path), expected_leaves.get(path)
+        if actual_leaf is None or expected_leaf is None:
+            has, lacks = (place, reference) if expected_leaf is None else (reference, place)
+            leaf_name = keystr(path) or "a value"
+            raise TypeError(f"{has} has {leaf_name}, which {lacks} does not have; return the same pytree in both")
+        if actual_leaf.shape != expected_leaf.shape or actual_leaf.dtype != expected_leaf.dtype:
             raise TypeError(
-                f"{what} has {keystr(path) or 'a value'} of {show(a)}, but {reference} has {show(b)}; "
-                f"make them equal, for example with jnp.asarray(..., jnp.{b.dtype})"
+                f"{place} has {keystr(path) or 'a value'} of {show(actual_leaf)}, but {reference} has {show(expected_leaf)}; "
+                f"make them equal, for example with jnp.asarray(..., jnp.{expected_leaf.dtype})"
             )
-    if jax.tree.structure(got) != jax.tree.structure(want):
+    if jax.tree.structure(actual) != jax.tree.structure(expected):
         raise TypeError(
-            f"{what} is the pytree {jax.tree.structure(got)}, but {reference} is {jax.tree.structure(want)}; "
+            f"{place} is the pytree {jax.tree.structure(actual)}, but {reference} is {jax.tree.structure(expected)}; "
             "use the same containers in both"
         )
 

@@ -83,12 +83,14 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
             raise
         return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {in_short(error)}",), ())
     key = jax.random.key(seed)
-    first, played = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
-    again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
-    problems = [*_effects(venv, name), *_values(env, name, first, played), *_ends(name, played)]
-    random = list(_same(name, (first, played), again))
-    problems += random or [*_alone(name, played), *_split(venv, key)]  # these compare two programs
-    return Report(name, steps * num_envs, int(played["ended"].sum()), tuple(problems), tuple(_notes(env, name, first, played)))
+    first, history = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
+    second_run = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # a new function, so it is traced again
+    problems = [*_check_effects(venv, name), *_check_values(env, name, first, history), *_check_ends(name, history)]
+    random = list(_check_same(name, (first, history), second_run))
+    problems += random or [*_check_alone(name, history), *_check_split(venv, key)]  # these compare two programs
+    return Report(
+        name, steps * num_envs, int(history["ended"].sum()), tuple(problems), tuple(_make_notes(env, name, first, history))
+    )
 
 
 def _act(venv: Any, key: jax.Array, obs: PyTree) -> PyTree:
@@ -108,24 +110,24 @@ def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]
     def step(carry: tuple[Any, PyTree], key: jax.Array) -> tuple[Any, dict[str, Any]]:
         state, obs = carry
         action = _act(venv, key, obs)
-        after, t = venv.step(state, action)
-        happened = t._asdict() | {"ended": t.ended, "mask": mask_of(t.obs), "had_mask": mask_of(obs)}
-        happened |= {"obs": unmasked(t.obs), "final_obs": unmasked(t.final_obs)}
+        new_state, t = venv.step(state, action)
+        outcome = t._asdict() | {"ended": t.ended, "mask": mask_of(t.obs), "had_mask": mask_of(obs)}
+        outcome |= {"obs": unmasked(t.obs), "final_obs": unmasked(t.final_obs)}
         if _is_game(venv):
-            happened["to_move"] = jax.vmap(venv.env.to_move)(venv.states(after))
+            outcome["to_move"] = jax.vmap(venv.env.to_move)(venv.states(new_state))
         if plain:
             step_key, _ = jax.random.split(jax.random.split(state.key[0])[1])
-            one, action = jax.tree.map(lambda x: x[0], (state.env_state, action))
-            _, *stepped = drop_weak_types(venv.env.step(step_key, one, action))
-            happened["alone"] = (unmasked(stepped[0]), stepped[1].astype(jnp.float32), *stepped[2:])
-        return (after, t.obs), happened
+            env_state, action = jax.tree.map(lambda x: x[0], (state.env_state, action))
+            _, *results = drop_weak_types(venv.env.step(step_key, env_state, action))
+            outcome["alone"] = (unmasked(results[0]), results[1].astype(jnp.float32), *results[2:])
+        return (new_state, t.obs), outcome
 
     state, obs = venv.reset(reset_key)
-    _, played = jax.lax.scan(step, (state, obs), jax.random.split(key, steps))
-    return obs, played
+    _, history = jax.lax.scan(step, (state, obs), jax.random.split(key, steps))
+    return obs, history
 
 
-def _effects(venv: Any, name: str) -> Iterator[str]:
+def _check_effects(venv: Any, name: str) -> Iterator[str]:
     def once(key: jax.Array) -> Any:
         state, obs = venv.reset(key)
         return venv.step(state, _act(venv, key, obs))
@@ -138,24 +140,24 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
         )
 
 
-def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+def _check_values(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
     """Bounds, finite numbers, legal actions."""
-    for what, obs in {"reset": unmasked(first), "step": played["final_obs"]}.items():
+    for method, obs in {"reset": unmasked(first), "step": history["final_obs"]}.items():
         for path, space, x in spaces.arrays_of(env.observation_space, obs):
-            yield from _outside(space, np.asarray(x), f"the observation of {name}.{what}{path}")
-    reward, mask, had_mask = (played[field] for field in ("reward", "mask", "had_mask"))
+            yield from _check_bounds(space, np.asarray(x), f"the observation of {name}.{method}{path}")
+    reward, mask, had_mask = (history[field] for field in ("reward", "mask", "had_mask"))
     if mask is not None:
-        valid = np.ones(had_mask.shape[:-1], bool) if (valid := played.get("valid")) is None else valid
-        if (valid & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
+        valid = np.ones(had_mask.shape[:-1], bool) if (valid := history.get("valid")) is None else valid
+        if (valid & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~history["terminated"]).any():
             yield f"{name}.action_mask allows no action in a state in which the episode continues; allow at least one"
             return
     if bad := int((~np.isfinite(reward)).sum()):
         yield f"the reward of {name}.step is {reward[~np.isfinite(reward)].flat[0]} in {bad} of {reward.size} steps"
     for k, metric in enumerate(metrics_of(env)):
-        x = played["metrics"][..., k]
+        x = history["metrics"][..., k]
         if (bad := ~np.isfinite(x)).any() and not is_on_host(env):  # on the host, nan marks a step without an answer
             yield f"the metric {metric!r} of {name}.report is {x[bad].flat[0]} in {bad.sum()} of {x.size} steps"
-    if (player := played.get("to_move")) is None:
+    if (player := history.get("to_move")) is None:
         return
     if (bad := ~np.isin(player, (0, 1))).any():
         yield f"{name}.to_move is {player[bad].flat[0]} in a game that continues; return 0 or 1, the number of an agent"
@@ -169,20 +171,20 @@ def _is_game(venv: Any) -> bool:
     return has_agents(venv) and len(venv.agents) == 2 and callable(getattr(getattr(venv, "env", None), "to_move", None))
 
 
-def _outside(space: spaces.Discrete | spaces.Box, x: np.ndarray, what: str) -> Iterator[str]:
+def _check_bounds(space: spaces.Discrete | spaces.Box, x: np.ndarray, place: str) -> Iterator[str]:
     """Yields how many values `[..., *shape]` are outside a space."""
     low, high = space.low, space.high
     inexact = np.issubdtype(x.dtype, np.inexact)
     if inexact and not np.isfinite(x).all():
-        yield f"{what} has {x[~np.isfinite(x)].flat[0]}; observations must be finite"
+        yield f"{place} has {x[~np.isfinite(x)].flat[0]}; observations must be finite"
         return
     below, above = (1e-5 * np.maximum(np.abs(bound), 1) if inexact else 0 for bound in (low, high))  # tolerate rounding
     for side, bad in {"below": x < low - below, "above": x > high + above}.items():
         if bad.any():
-            where = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
-            at = f" at index {where}" if where else ""
+            index = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
+            at_index = f" at index {index}" if index else ""
             yield (
-                f"{what} is {x[bad].flat[0]}{at}, {side} the bounds of its observation_space, {space}; widen the space, "
+                f"{place} is {x[bad].flat[0]}{at_index}, {side} the bounds of its observation_space, {space}; widen the space, "
                 "or clip the observation"
             )
 
@@ -196,24 +198,24 @@ def _is_close(x: Any, y: Any) -> bool:
     return np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def _differing(one: PyTree, other: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
+def _different_paths(first: PyTree, second: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
     """Returns the paths of the leaves in which two trees with the same structure differ."""
-    leaves = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True)
+    leaves = zip(jax.tree.leaves_with_path(first), jax.tree.leaves(second), strict=True)
     return [path for (path, x), y in leaves if not is_same(x, y)]
 
 
-def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
+def _check_ends(name: str, history: dict[str, Any]) -> Iterator[str]:
     """Checks that the final observation equals the next one, unless the episode ended."""
-    obs, final_obs = jax.tree.map(lambda x: x[~played["ended"]], (played["obs"], played["final_obs"]))
-    for path in _differing(obs, final_obs):
+    obs, final_obs = jax.tree.map(lambda x: x[~history["ended"]], (history["obs"], history["final_obs"]))
+    for path in _different_paths(obs, final_obs):
         yield (
             f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that do not end an episode; "
             "final_obs is the observation before any reset"
         )
 
 
-def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
-    for path in _differing(once, again)[:1]:
+def _check_same(name: str, first_run: PyTree, second_run: PyTree) -> Iterator[str]:
+    for path in _different_paths(first_run, second_run)[:1]:
         yield (
             f"{name} returned a different {_label(path)} in a second run with the same keys and actions; draw all random "
             "numbers from the keys of reset and step, never from NumPy or the clock"
@@ -226,16 +228,16 @@ def _label(path: Any) -> str:
     return "first observation" if keys[0] == "0" else "step" if keys[1] == "alone" else keys[1]
 
 
-def _alone(name: str, played: dict[str, Any]) -> Iterator[str]:
-    if "alone" not in played:
+def _check_alone(name: str, history: dict[str, Any]) -> Iterator[str]:
+    if "alone" not in history:
         return
-    together = (played["final_obs"], played["reward"], played["terminated"], played["truncated"])
-    for path in _differing(played["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
+    batched = (history["final_obs"], history["reward"], history["terminated"], history["truncated"])
+    for path in _different_paths(history["alone"], jax.tree.map(lambda x: x[:, 0], batched), _is_close):
         part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
         yield f"the {part}{keystr(path[1:])} of {name}.step differs under jax.vmap"
 
 
-def _split(venv: Any, key: jax.Array) -> Iterator[str]:
+def _check_split(venv: Any, key: jax.Array) -> Iterator[str]:
     """Checks that splitting the copies over devices does not change the results of one step from the first states."""
     if not isinstance(venv, Vectorized):
         return
@@ -246,44 +248,44 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     mesh = Mesh(np.array(jax.local_devices()[:count]), ("env",))
     try:
         split = jax.shard_map(venv.step, mesh=mesh, in_specs=ENV_AXIS, out_specs=ENV_AXIS, check_vma=False)
-        one, other = jax.device_get((jax.jit(venv.step)(state, action)[1], jax.jit(split)(state, action)[1]))
+        whole_result, split_result = jax.device_get((jax.jit(venv.step)(state, action)[1], jax.jit(split)(state, action)[1]))
     except Exception as error:  # the environment may raise anything; report it
         yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
         return
-    for path in _differing(one, other, _is_close):
+    for path in _different_paths(whole_result, split_result, _is_close):
         yield f"{venv.name}.step under jax.shard_map over {count} devices returns a different {keystr(path).lstrip('.')}"
 
 
-def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+def _make_notes(env: Any, name: str, first: PyTree, history: dict[str, Any]) -> Iterator[str]:
     yield from unseen_images(env)
-    if not played["ended"].any():
-        yield f"no episode of {name} ended in {len(played['ended'])} steps; returns need the end of an episode"
-    ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
-    if (ends & played["truncated"]).any():
+    if not history["ended"].any():
+        yield f"no episode of {name} ended in {len(history['ended'])} steps; returns need the end of an episode"
+    ends = history["terminated"].all(-1) if has_agents(env) else history["terminated"]
+    if (ends & history["truncated"]).any():
         yield f"some steps of {name} both terminate and truncate; terminated takes precedence, so no value is bootstrapped"
     if hasattr(env, "report") and not metrics_of(env):
         yield f"{name} has a method report, but no metrics, so it is not called; declare metrics = {{'success': 'last'}}"
     leaves = jax.tree.leaves(unmasked(first))
-    if len(played["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
+    if len(history["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
         yield f"all first observations of {name} are equal; if episodes should start differently, use the key or seed of reset"
-    if (mask := played["mask"]) is not None and has_masks(env) and mask.all():
+    if (mask := history["mask"]) is not None and has_masks(env) and mask.all():
         yield f"{name}.action_mask allowed all actions in all states"
     if hasattr(env, "goal_reward"):
-        yield from _of_goals(env, name, played)
+        yield from _check_goals(env, name, history)
 
 
-def _of_goals(env: Any, name: str, played: dict[str, Any]) -> Iterator[str]:
+def _check_goals(env: Any, name: str, history: dict[str, Any]) -> Iterator[str]:
     """Checks that the rewards of steps equal `goal_reward`, which HER uses instead."""
     try:
-        goals, obs = goals_of(env), played["final_obs"]
+        goals, obs = goals_of(env), history["final_obs"]
     except (TypeError, ValueError) as error:
         yield str(error)
         return
     reward, ends = jax.device_get(jax.jit(jax.vmap(jax.vmap(goals.reward)))(goals.achieved(obs), goals.desired(obs)))
-    if (bad := ~np.isclose(reward, played["reward"], rtol=1e-3, atol=1e-4)).any():
+    if (bad := ~np.isclose(reward, history["reward"], rtol=1e-3, atol=1e-4)).any():
         yield (
-            f"the reward of {name}.step is {played['reward'][bad][0]} where its goal_reward is {reward[bad][0]}; relabelled "
+            f"the reward of {name}.step is {history['reward'][bad][0]} where its goal_reward is {reward[bad][0]}; relabelled "
             "steps get the latter"
         )
-    if (ends & ~played["terminated"]).any():
+    if (ends & ~history["terminated"]).any():
         yield f"{name}.goal_reward terminates where {name}.step does not; they must agree"

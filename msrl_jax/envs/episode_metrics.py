@@ -30,7 +30,7 @@ class EpisodeMetrics(NamedTuple):
     sums: jax.Array  # of the episodes completed since `pop`. `[E, K]`
 
 
-def metrics_of(env: Any) -> Mapping[str, Reduction]:
+def metrics_of(env: object) -> Mapping[str, Reduction]:
     """Returns the metrics that an environment, or a vector environment, declares; empty if there are none."""
     return getattr(env, "metrics", None) or {}
 
@@ -56,9 +56,9 @@ def check_declared(name: str, metrics: Any) -> None:
             raise ValueError(f"{name}.metrics has {key!r}; use letters, digits and _ for a name, such as 'success'")
         if key in RESERVED:
             raise ValueError(f"{name}.metrics has {key!r}, which every environment reports; choose another name")
-        if reduction not in (known := get_args(Reduction)):
-            near = suggestion(reduction, known) if isinstance(reduction, str) else ""
-            raise ValueError(f"{name}.metrics[{key!r}] is {reduction!r}{near}; use one of {', '.join(known)}")
+        if reduction not in (reductions := get_args(Reduction)):
+            near = suggestion(reduction, reductions) if isinstance(reduction, str) else ""
+            raise ValueError(f"{name}.metrics[{key!r}] is {reduction!r}{near}; use one of {', '.join(reductions)}")
 
 
 def reported(env: Any, state: PyTree) -> jax.Array | None:
@@ -69,35 +69,35 @@ def reported(env: Any, state: PyTree) -> jax.Array | None:
     return jnp.stack([jnp.asarray(report[name]).astype(jnp.float32) for name in declared])
 
 
-def begin(env: Any, num_envs: int) -> EpisodeMetrics | tuple[()]:
+def begin(env: object, num_envs: int) -> EpisodeMetrics | tuple[()]:
     """Returns the state before the first step; `()` without metrics."""
     if not (count := len(metrics_of(env))):
         return ()
     return EpisodeMetrics(jnp.zeros(num_envs, jnp.float32), *(jnp.zeros((num_envs, count), jnp.float32) for _ in range(2)))
 
 
-def add(env: Any, before: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
+def add(env: object, metrics_state: Any, metrics: jax.Array | None, counts: jax.Array | None = None) -> Any:
     """Returns the state after a step with `metrics` `[E, K]`; steps are counted where `counts` `[E]` bool is True, or
     everywhere.
     """
-    if not before:
-        return before
+    if not metrics_state:
+        return metrics_state
     assert metrics is not None
-    kinds, old = np.array(list(metrics_of(env).values())), before.values
+    kinds, old = np.array(list(metrics_of(env).values())), metrics_state.values
     values = jnp.where((kinds == "sum") | (kinds == "mean"), old + metrics, metrics)
-    values = jnp.where((kinds == "max") & (before.steps[:, None] > 0), jnp.maximum(old, metrics), values)
+    values = jnp.where((kinds == "max") & (metrics_state.steps[:, None] > 0), jnp.maximum(old, metrics), values)
     if counts is None:
-        return before._replace(steps=before.steps + 1, values=values)
-    return before._replace(steps=before.steps + counts, values=jnp.where(counts[:, None], values, old))
+        return metrics_state._replace(steps=metrics_state.steps + 1, values=values)
+    return metrics_state._replace(steps=metrics_state.steps + counts, values=jnp.where(counts[:, None], values, old))
 
 
-def so_far(env: Any, episodes: EpisodeMetrics) -> jax.Array:
+def so_far(env: object, episodes: EpisodeMetrics) -> jax.Array:
     """Returns the metrics of the current episodes. `[E, K]`"""
     is_mean = np.array([kind == "mean" for kind in metrics_of(env).values()])
     return jnp.where(is_mean, episodes.values / jnp.maximum(episodes.steps, 1)[:, None], episodes.values)
 
 
-def end(env: Any, episodes: Any, ended: jax.Array, done: jax.Array) -> Any:
+def end(env: object, episodes: Any, ended: jax.Array, done: jax.Array) -> Any:
     """Resets the episodes that have `ended`; keeps the metrics of those that are `done`, i.e. not lost. `[E]` bool"""
     if not episodes:
         return episodes
@@ -105,7 +105,7 @@ def end(env: Any, episodes: Any, ended: jax.Array, done: jax.Array) -> Any:
     return EpisodeMetrics(jnp.where(ended, 0, episodes.steps), jnp.where(ended[:, None], 0, episodes.values), sums)
 
 
-def pop(env: Any, episodes: Any, count: jax.Array) -> tuple[Any, dict[str, Mean]]:
+def pop(env: object, episodes: Any, count: jax.Array) -> tuple[Any, dict[str, Mean]]:
     """Removes the `count` completed episodes and returns their means, `episode_NAME`."""
     if not episodes:
         return episodes, {}

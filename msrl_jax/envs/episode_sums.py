@@ -26,7 +26,7 @@ class EpisodeSums(NamedTuple):
     metrics: EpisodeMetrics | tuple[()] = ()
 
 
-def begin(env: Any, num_envs: int, *agents: int) -> EpisodeSums:
+def begin(env: object, num_envs: int, *agents: int) -> EpisodeSums:
     """Returns the sums before the first step; `agents` is the number of agents, if rewards are per agent."""
     per_reward, per_env = jnp.zeros((num_envs, *agents), jnp.float32), jnp.zeros(num_envs, jnp.float32)
     return EpisodeSums(per_reward, per_env, per_reward, per_env, per_env, episode_metrics.begin(env, num_envs))
@@ -59,11 +59,11 @@ def pop(env: Any, sums: EpisodeSums) -> tuple[EpisodeSums, dict[str, Mean]]:
     They are `episode_return` (summed over agents), `episode_length`, and `episode_METRIC` of the environment's metrics.
     """
     count = jnp.sum(sums.num_episodes)
-    kept, means = episode_metrics.pop(env, sums.metrics, count)
+    metrics, means = episode_metrics.pop(env, sums.metrics, count)
     means |= {
         "episode_return": Mean(sums.return_sum.sum(0).sum(), count),
         "episode_length": Mean(jnp.sum(sums.length_sum), count),
     }
     zero = jnp.zeros_like(sums.num_episodes)
-    sums = sums._replace(return_sum=jnp.zeros_like(sums.return_sum), length_sum=zero, num_episodes=zero, metrics=kept)
+    sums = sums._replace(return_sum=jnp.zeros_like(sums.return_sum), length_sum=zero, num_episodes=zero, metrics=metrics)
     return sums, means

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, drop_weak_types, env_name, is_on_host, iter_wrapped, output_shapes
-from msrl_jax.envs.check_types import compare_types, returned, show
+from msrl_jax.envs.check_types import check_parts, compare_types, show
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.params import RandomizeParams, with_params
 from msrl_jax.envs.privileged import are_privileged
@@ -78,12 +78,12 @@ def goals_of(env: Environment) -> Goals:
     reward_of: Callable[..., Any] = env.goal_reward  # type: ignore[attr-defined]
     achieved, desired = (spaces.struct(space.spaces[key]) for key in KEYS[1:])
     compare_types(achieved, desired, f"achieved_goal of {name}", "desired_goal")
-    where = f"{name}.goal_reward"
-    checked = lambda *goals: drop_weak_types(returned(reward_of(*goals), where, "reward, terminated"))
-    found = jax.eval_shape(checked, achieved, desired)
-    if any(getattr(x, "shape", None) != () for x in found) or found[1].dtype != bool:
+    method = f"{name}.goal_reward"
+    checked_reward = lambda *goals: drop_weak_types(check_parts(reward_of(*goals), method, "reward, terminated"))
+    result = jax.eval_shape(checked_reward, achieved, desired)
+    if any(getattr(x, "shape", None) != () for x in result) or result[1].dtype != bool:
         raise TypeError(
-            f"{where} returned {', '.join(map(show, found))}; return the reward, float32[], and whether the goal terminates "
+            f"{method} returned {', '.join(map(show, result))}; return the reward, float32[], and whether the goal terminates "
             "the episode, bool[]"
         )
     _check_constant(env, achieved, desired)

@@ -131,19 +131,19 @@ class Stepping:
 
     def start(self, seed: np.ndarray, steps: np.ndarray, action: np.ndarray) -> Callable[[], Any]:
         """Starts a step; environments that are not at step `steps` start a new episode."""
-        other = (self._steps != steps) | (not self._started)
-        if other.any():
-            self.simulators.reset(np.flatnonzero(other), seed[other] ^ steps[other])
+        fresh = (self._steps != steps) | (not self._started)
+        if fresh.any():
+            self.simulators.reset(np.flatnonzero(fresh), seed[fresh] ^ steps[fresh])
         finish = self.simulators.start(action)
-        after = steps + np.uint32(1)
-        self._steps, self._started = after.copy(), True
+        next_steps = steps + np.uint32(1)
+        self._steps, self._started = next_steps.copy(), True
 
         def outcome() -> tuple[np.ndarray, Any]:
-            made = finish()
-            if other.any():
-                made.valid[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
-                if made.metrics is not None:
-                    made.metrics[other] = np.nan
-            return after, tuple(made) if made.metrics is not None else tuple(made)[:-1]
+            step = finish()
+            if fresh.any():
+                step.valid[fresh], step.truncated[fresh], step.terminated[fresh], step.reward[fresh] = False, True, False, 0
+                if step.metrics is not None:
+                    step.metrics[fresh] = np.nan
+            return next_steps, tuple(step) if step.metrics is not None else tuple(step)[:-1]
 
         return outcome

@@ -20,9 +20,9 @@ def unseen_images(env: Any) -> Iterator[str]:
     """Yields a warning for each image in the observations that networks do not treat as one."""
     for path, space, _ in spaces.arrays_of(env.observation_space):
         if isinstance(space, spaces.Box) and _is_unseen(space, is_whole=not path):
-            what = f"part {path} of the observations" if path else "the observations"
+            place = f"part {path} of the observations" if path else "the observations"
             yield (
-                f"{what} of {env_name(env)} looks like an image, {space.dtype}{list(space.shape)}, but networks convolve "
+                f"{place} of {env_name(env)} looks like an image, {space.dtype}{list(space.shape)}, but networks convolve "
                 "and scale only observations [H, W, C]; wrap the environment in msrl_jax.envs.AsImage, or pass a custom module "
                 "as network="
             )
@@ -68,39 +68,41 @@ class AsImage(ObservationWrapper):
     @property
     def observation_space(self) -> spaces.Box:
         """A `Box` of shape `[H, W, C]`, uint8 or float32."""
-        found = [part for _, part, _ in spaces.arrays_of(self.env.observation_space)]
-        parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for part in found]
-        low, high = (_joined([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
+        arrays = [part for _, part, _ in spaces.arrays_of(self.env.observation_space)]
+        parts = [(part, part if _is_image(part) else spaces.flat_space(part)) for part in arrays]
+        low, high = (_join_channels([(part, getattr(flat, bound)) for part, flat in parts], np) for bound in ("low", "high"))
         return spaces.Box(low, high, low.shape, low.dtype)
 
     def observe(self, obs: PyTree) -> jax.Array:
         """Returns the image of observations `[..., *observation_shape]`. `[..., H, W, C]`"""
         parts = spaces.arrays_of(self.env.observation_space, obs)
-        return _joined([(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp)
+        return _join_channels(
+            [(part, jnp.asarray(x) if _is_image(part) else spaces.flatten(part, x)) for _, part, x in parts], jnp
+        )
 
 
-def _is_image(space: Any) -> bool:
+def _is_image(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and 2 <= len(space.shape) <= 4
 
 
-def _joined(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
+def _join_channels(parts: list[tuple[spaces.Space, Any]], numpy: Any) -> Any:
     """Concatenates images and constant channels, with NumPy or jax.numpy."""
-    found = [_channels_last(part.shape, x) if _is_image(part) else x[..., None, None, :] for part, x in parts]
-    if any(x.dtype != np.uint8 for x in found):
-        found = [x.astype(np.float32) / (255 if x.dtype == np.uint8 else 1) for x in found]
-    size = next(x.shape[-3:-1] for (part, _), x in zip(parts, found, strict=True) if _is_image(part))
-    return numpy.concatenate([numpy.broadcast_to(x, (*x.shape[:-3], *size, x.shape[-1])) for x in found], axis=-1)
+    arrays = [_channels_last(part.shape, x) if _is_image(part) else x[..., None, None, :] for part, x in parts]
+    if any(x.dtype != np.uint8 for x in arrays):
+        arrays = [x.astype(np.float32) / (255 if x.dtype == np.uint8 else 1) for x in arrays]
+    size = next(x.shape[-3:-1] for (part, _), x in zip(parts, arrays, strict=True) if _is_image(part))
+    return numpy.concatenate([numpy.broadcast_to(x, (*x.shape[:-3], *size, x.shape[-1])) for x in arrays], axis=-1)
 
 
 def _channels_last(shape: tuple[int, ...], x: Any) -> Any:
     """Images, arrays `[..., *shape]` of NumPy or JAX, as `[..., H, W, C]`."""
     if len(shape) == 2:
         return x[..., None]
-    before, axes = range(x.ndim - len(shape)), list(range(x.ndim - len(shape), x.ndim))
+    batch_axes, axes = range(x.ndim - len(shape)), list(range(x.ndim - len(shape), x.ndim))
     first, middle, last = shape[-3:]
     if (middle == last) if (first == middle) != (middle == last) else first < last:
         axes = [*axes[:-3], axes[-2], axes[-1], axes[-3]]
     if len(shape) == 4:
         axes = [axes[1], axes[2], axes[0], axes[3]]
-    x = x.transpose(*before, *axes)
-    return x.reshape(*x.shape[: len(before) + 2], -1)
+    x = x.transpose(*batch_axes, *axes)
+    return x.reshape(*x.shape[: len(batch_axes) + 2], -1)

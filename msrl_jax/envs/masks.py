@@ -27,7 +27,7 @@ from msrl_jax.envs.base import (
 )
 
 
-def has_masks(env: Any) -> bool:
+def has_masks(env: object) -> bool:
     """Whether an environment declares its legal actions."""
     return getattr(env, "action_mask", None) is not None
 
@@ -61,12 +61,12 @@ class _Masked(Wrapper):
         return state, MaskedObservation(obs, self.env.action_mask(state))
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
-        before = jnp.asarray(self.env.action_mask(state))
+        mask = jnp.asarray(self.env.action_mask(state))
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
-        after = jnp.asarray(self.env.action_mask(state))
-        reward = no_legal_action(reward, ~before.any() | ~(after.any() | terminated))
-        reward = illegal_action(reward, ~before[action])
-        return state, MaskedObservation(obs, after), reward, terminated, truncated
+        new_mask = jnp.asarray(self.env.action_mask(state))
+        reward = no_legal_action(reward, ~mask.any() | ~(new_mask.any() | terminated))
+        reward = illegal_action(reward, ~mask[action])
+        return state, MaskedObservation(obs, new_mask), reward, terminated, truncated
 
 
 FAULTS: dict[str, str] = {}
@@ -86,15 +86,15 @@ def fault(meaning: str) -> Callable[[F], F]:
 
 
 @fault("returned an observation without a legal action")
-def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
+def no_legal_action(reward: jax.Array, has_none: jax.Array) -> jax.Array:
     """Returns the reward, or nan if an observation without a legal action is found."""
-    return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # adding -0.0 changes nothing
+    return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-has_none.astype(jnp.float32))  # adding -0.0 changes nothing
 
 
 @fault("was given an illegal action")
-def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
+def illegal_action(reward: jax.Array, is_illegal: jax.Array) -> jax.Array:
     """Returns the reward, or nan if an illegal action was taken."""
-    return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
+    return reward + jax.lax.sqrt(-is_illegal.astype(jnp.float32))
 
 
 def check_returns_not_nan(env: Any, reward: np.ndarray) -> None:
@@ -134,8 +134,8 @@ def only_legal(values: jax.Array, obs: Any) -> jax.Array:
 def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
     """Draws one of the legal actions `[n]` uniformly; if all are legal, it draws as `Discrete.sample` does."""
     count = jnp.cumsum(mask)
-    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1), jnp.int32)
-    return jnp.argmax(count > which).astype(jnp.int32)
+    index = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1), jnp.int32)
+    return jnp.argmax(count > index).astype(jnp.int32)
 
 
 def inverse_cdf_index(weights: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -119,9 +119,9 @@ class PointMaze:
     def reset(self, key: jax.Array) -> tuple[MazeState, dict[str, jax.Array]]:
         """Draws the position and the goal uniformly from the free cells."""
         free = np.argwhere(~self.walls)[:, ::-1].astype(np.float32) - self._center
-        which, within = jax.random.split(key)
-        cells = jnp.asarray(free)[jax.random.randint(which, (2,), 0, len(free), jnp.int32)]
-        place, goal = cells + jax.random.uniform(within, (2, 2), minval=_GAP, maxval=1 - _GAP, dtype=jnp.float32)
+        cell_key, offset_key = jax.random.split(key)
+        cells = jnp.asarray(free)[jax.random.randint(cell_key, (2,), 0, len(free), jnp.int32)]
+        place, goal = cells + jax.random.uniform(offset_key, (2, 2), minval=_GAP, maxval=1 - _GAP, dtype=jnp.float32)
         state = MazeState(place, goal, jnp.int32(0))
         return state, self._observe(state)
 

@@ -60,8 +60,8 @@ def vectorize_agents(
       TypeError: if a result of the environment violates the protocol; the message names it.
     """
     check_made(env)
-    own = getattr(env, "vectorize", None)
-    return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
+    vectorize = getattr(env, "vectorize", None)
+    return VectorizedAgents(env, num_envs, teams or {}) if vectorize is None else vectorize(num_envs, teams)
 
 
 @entry
@@ -127,10 +127,10 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
 
         def step_one(key, env_state, absent, action, source):
             key, step_key, reset_key = keys_of_step(key)
-            before = env_state
-            env_state, obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, before, action))
+            old_state = env_state
+            env_state, obs, reward, terminated, truncated = drop_weak_types(self.env.step(step_key, old_state, action))
             if has_masks(self.env):
-                reward = self._faults(reward, before, env_state, action, absent, terminated)
+                reward = self._faults(reward, old_state, env_state, action, absent, terminated)
             reward = jnp.where(absent, 0.0, reward.astype(jnp.float32))
             terminated |= absent
             ended = truncated | terminated.all()
@@ -138,10 +138,10 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
             reported = episode_metrics.reported(self.env, env_state)
             fresh = drop_weak_types(with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
-            gone = terminated & ~ended
-            obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
+            has_left = terminated & ~ended
+            obs, joint = self._observation(env_state, obs, has_left), self._global_state(env_state, obs)
             t = MultiAgentTimeStep(obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state, reported)
-            return key, env_state, gone, t
+            return key, env_state, has_left, t
 
         key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
         episodes, source = episode_sums.add(self, state.episodes, t), advance_source(state.source, self.num_envs)
@@ -153,21 +153,21 @@ class VectorizedAgents(WithoutStatistics, Wrapper):
         They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), `episode_return/TEAM`
         (summed over the agents of a team) if there are several teams, and `episode_METRIC` of the environment's metrics.
         """
-        episodes, found = episode_sums.pop(self, state.episodes)
+        episodes, metrics = episode_sums.pop(self, state.episodes)
         if len(self.teams) > 1:
-            returns, count = state.episodes.return_sum.sum(0), found["episode_return"].count
+            returns, count = state.episodes.return_sum.sum(0), metrics["episode_return"].count
             for team, members in self.teams.items():
-                found[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
-        return state._replace(episodes=episodes), means(state.env_state) | found
+                metrics[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
+        return state._replace(episodes=episodes), means(state.env_state) | metrics
 
     def _faults(
-        self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
+        self, reward: jax.Array, old_state: PyTree, new_state: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
     ) -> jax.Array:
         """Returns the rewards of one environment, nan for agents without a legal action and those that took an illegal one."""
-        before, after = self.env.action_mask(before), self.env.action_mask(after)  # type: ignore[attr-defined]
-        missing = (~absent & ~before.any(-1)) | ~(after.any(-1) | terminated | absent)
-        legal = jnp.take_along_axis(before, action[:, None], axis=1)[:, 0]
-        return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
+        old_state, new_state = self.env.action_mask(old_state), self.env.action_mask(new_state)  # type: ignore[attr-defined]
+        has_no_action = (~absent & ~old_state.any(-1)) | ~(new_state.any(-1) | terminated | absent)
+        legal = jnp.take_along_axis(old_state, action[:, None], axis=1)[:, 0]
+        return illegal_action(no_legal_action(reward, has_no_action), ~absent & ~legal)
 
     def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
         """Returns the observations of one environment, with masks if it has any; for absent agents, all actions count as

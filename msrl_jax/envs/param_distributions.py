@@ -88,88 +88,88 @@ def ramps(tree: Any) -> list[ParamRamp]:
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_ramp) if _is_ramp(x)]
 
 
-def at(tree: Any, taken: Counter | tuple[()]) -> Any:
-    """Replaces the ramps in a pytree of values by their numbers after `taken` steps."""
+def replace_ramps(tree: Any, steps: Counter | tuple[()]) -> Any:
+    """Replaces the ramps in a pytree of values by their numbers after `steps` steps."""
 
     def number(x: Any) -> Any:
         if not isinstance(x, ParamRamp):
             return x
-        assert isinstance(taken, Counter)
-        done, dtype = fraction(taken, x.steps), jnp.result_type(x.start)
+        assert isinstance(steps, Counter)
+        share, dtype = fraction(steps, x.steps), jnp.result_type(x.start)
         # Exact at both ends, whatever the rounding.
-        number = x.start * (1 - done) + x.end * done
+        number = x.start * (1 - share) + x.end * share
         return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
 
     return jax.tree.map(number, tree, is_leaf=_is_ramp)
 
 
-def draw_param(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
-    """Draws a parameter after `taken` steps. Elements of an array are independent, except those of `choice`."""
-    value = at(value, taken)
+def draw_param(value: Any, key: jax.Array, struct: jax.ShapeDtypeStruct, steps: Counter | tuple[()]) -> jax.Array:
+    """Draws a parameter after `steps` steps. Elements of an array are independent, except those of `choice`."""
+    value = replace_ramps(value, steps)
     if not isinstance(value, ParamDistribution):
-        return jnp.asarray(value, like.dtype)
-    numbers = [jnp.asarray(number, like.dtype) for number in value.numbers]
+        return jnp.asarray(value, struct.dtype)
+    numbers = [jnp.asarray(number, struct.dtype) for number in value.numbers]
     if value.kind == "choice":
-        which = jax.random.randint(key, (), 0, len(numbers), jnp.int32)
-        return jnp.stack(numbers)[which]
+        index = jax.random.randint(key, (), 0, len(numbers), jnp.int32)
+        return jnp.stack(numbers)[index]
     low, high = numbers
-    if jnp.issubdtype(like.dtype, jnp.integer):
-        return jax.random.randint(key, like.shape, low, high + 1, like.dtype)
+    if jnp.issubdtype(struct.dtype, jnp.integer):
+        return jax.random.randint(key, struct.shape, low, high + 1, struct.dtype)
     if value.kind == "log_uniform":
-        drawn = jnp.exp(jax.random.uniform(key, like.shape, like.dtype, jnp.log(low), jnp.log(high)))
-        return jnp.clip(drawn, low, high)
-    return jax.random.uniform(key, like.shape, like.dtype, low, high)
+        value = jnp.exp(jax.random.uniform(key, struct.shape, struct.dtype, jnp.log(low), jnp.log(high)))
+        return jnp.clip(value, low, high)
+    return jax.random.uniform(key, struct.shape, struct.dtype, low, high)
 
 
-def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
+def cast(place: str, value: Any, struct: jax.ShapeDtypeStruct) -> Any:
     """Returns a value, possibly text, with its numbers as NumPy arrays of the parameter's dtype; ValueError if they do not
     fit.
     """
-    value = parse_param(what, value) if isinstance(value, str) else value
+    value = parse_param(place, value) if isinstance(value, str) else value
     if not isinstance(value, ParamDistribution):
-        return _cast_number(what, value, value, like)
-    is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
+        return _cast_number(place, value, value, struct)
+    is_integer, is_log = jnp.issubdtype(struct.dtype, jnp.integer), value.kind == "log_uniform"
     if not value.numbers:
-        raise ValueError(f"{what}=choice([]) has no options; pass at least one")
-    if like.dtype == bool and value.kind != "choice":
-        raise ValueError(f"{what}={value}: the parameter is a bool; use choice([True, False])")
+        raise ValueError(f"{place}=choice([]) has no options; pass at least one")
+    if struct.dtype == bool and value.kind != "choice":
+        raise ValueError(f"{place}={value}: the parameter is a bool; use choice([True, False])")
     if is_integer and is_log:
-        raise ValueError(f"{what}={value}: the parameter is an integer; use uniform or choice")
-    numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
+        raise ValueError(f"{place}={value}: the parameter is an integer; use uniform or choice")
+    numbers = tuple(_cast_number(place, value, number, struct) for number in value.numbers)
     if value.kind == "choice":
         return dataclasses.replace(value, numbers=numbers)
     # Bounds are piecewise linear, with breaks where a ramp ends.
-    for when in sorted({0, *(ramp.steps for ramp in ramps(numbers))}):
-        low, high = (_host_at(number, when) for number in numbers)
-        if is_integer and (high == (most := np.iinfo(like.dtype).max)).any():
-            raise ValueError(f"{what}={value}: pass a bound below the largest {np.dtype(like.dtype)}, {most:,}")
+    for steps in sorted({0, *(ramp.steps for ramp in ramps(numbers))}):
+        low, high = (_host_at(number, steps) for number in numbers)
+        if is_integer and (high == (most := np.iinfo(struct.dtype).max)).any():
+            raise ValueError(f"{place}={value}: pass a bound below the largest {np.dtype(struct.dtype)}, {most:,}")
         if (low > high).any() or (is_log and (low <= 0).any()):
-            since, above = f" after {when:,} steps" if when else "", " above 0" if is_log else ""
+            since, above = f" after {steps:,} steps" if steps else "", " above 0" if is_log else ""
             value = dataclasses.replace(value, numbers=numbers)
-            raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; use low <= high{above}")
+            raise ValueError(f"{place}={value}: the bounds{since} are {low} and {high}; use low <= high{above}")
     return dataclasses.replace(value, numbers=numbers)
 
 
-def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeStruct) -> Any:
+def _cast_number(place: str, whole_value: Any, number: Any, struct: jax.ShapeDtypeStruct) -> Any:
     if isinstance(number, ParamDistribution):
-        raise ValueError(f"{what}={whole_value}: a distribution is nested in another one; use numbers, or ramps")
+        raise ValueError(f"{place}={whole_value}: a distribution is nested in another one; use numbers, or ramps")
     if isinstance(number, ParamRamp):
-        if like.dtype == bool:
-            raise ValueError(f"{what}={whole_value}: a bool cannot follow a ramp; use choice([True, False])")
-        start, end = (_cast_number(what, whole_value, x, like) for x in (number.start, number.end))
+        if struct.dtype == bool:
+            raise ValueError(f"{place}={whole_value}: a bool cannot follow a ramp; use choice([True, False])")
+        start, end = (_cast_number(place, whole_value, x, struct) for x in (number.start, number.end))
         return dataclasses.replace(number, start=start, end=end)
     try:
-        given = np.asarray(number)
-        converted = given.astype(like.dtype)
-        fits = given.dtype.kind in "biuf" and given.shape == like.shape and not np.isnan(converted).any()
-        fits &= np.isfinite(given).all() == np.isfinite(converted).all()
-        fits &= given.dtype.kind == "b" if like.dtype == bool else given.dtype.kind != "b"
-        fits &= bool(np.all(converted == given)) if np.dtype(like.dtype).kind in "iu" else True
+        array = np.asarray(number)
+        converted = array.astype(struct.dtype)
+        fits = array.dtype.kind in "biuf" and array.shape == struct.shape and not np.isnan(converted).any()
+        fits &= np.isfinite(array).all() == np.isfinite(converted).all()
+        fits &= array.dtype.kind == "b" if struct.dtype == bool else array.dtype.kind != "b"
+        fits &= bool(np.all(converted == array)) if np.dtype(struct.dtype).kind in "iu" else True
     except (TypeError, ValueError, OverflowError):
         fits, converted = False, None
     if not fits:
-        kind = np.dtype(like.dtype).name + (str(list(like.shape)) if like.shape else "")
-        raise ValueError(f"{what}={text(whole_value)} does not fit the parameter, which is {kind}")
+        kind = np.dtype(struct.dtype).name + (str(list(struct.shape)) if struct.shape else "")
+        raise ValueError(f"{place}={text(whole_value)} does not fit the parameter, which is {kind}")
     return converted
 
 
@@ -190,19 +190,19 @@ def text(value: Any) -> str:
     return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def parse_param(what: str, value: str) -> Any:
+def parse_param(place: str, value: str) -> Any:
     """Parses a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
-    wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
-    return _no_word(what, read_value(what, value, CALLS, wrong=wrong))
+    wrong = f"cannot read {place}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
+    return _no_word(place, read_value(place, value, CALLS, wrong=wrong))
 
 
-def parse_many(given: str) -> dict[str, Any]:
+def parse_many(text: str) -> dict[str, Any]:
     """Parses `length=uniform:0.25:1,gravity=9.8`."""
-    wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
-    return {name: _no_word(name, value) for name, value in read_values(given, CALLS, wrong=wrong).items()}
+    wrong = f"cannot read {text!r} as parameters; write name=value,name=uniform:0.25:1"
+    return {name: _no_word(name, value) for name, value in read_values(text, CALLS, wrong=wrong).items()}
 
 
-def _no_word(what: str, value: Any) -> Any:
+def _no_word(place: str, value: Any) -> Any:
     if isinstance(value, str):
-        raise ValueError(f"{what}={value} is not a number; use one, or one of {', '.join(CALLS)}")
+        raise ValueError(f"{place}={value} is not a number; use one, or one of {', '.join(CALLS)}")
     return value

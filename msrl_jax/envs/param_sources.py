@@ -28,7 +28,7 @@ from msrl_jax.fragments.support.checks import shown, suggestion
 E = TypeVar("E")
 
 
-def source_of(env: Any) -> ParamSampler | tuple[()]:
+def source_of(env: object) -> ParamSampler | tuple[()]:
     """Returns the parameter source of an environment, or of the one inside its wrappers; `()` if its parameters are
     constants.
     """
@@ -46,7 +46,7 @@ def with_source(env: E, source: ParamSampler | tuple[()]) -> E:
     return drawing
 
 
-def sources(env: Any, num_envs: int) -> ParamSampler | tuple[()]:
+def sources(env: object, num_envs: int) -> ParamSampler | tuple[()]:
     """Returns the parameter source repeated for each copy. `[E, ...]`"""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
 
@@ -59,10 +59,10 @@ def advance_source(source: Any, num_envs: int) -> Any:
 def means(env_state: PyTree) -> dict[str, Mean]:
     """Returns the mean over the copies of each scalar parameter, as `env_params/NAME`."""
     is_leaf = lambda x: isinstance(x, RandomizedState)
-    found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
+    params_by_state = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
     return {
         f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))
-        for params in found
+        for params in params_by_state
         for name, x in params.items()
         if x.ndim == 1
     }
@@ -100,32 +100,32 @@ def changed(env: Any, values: Any) -> Any:
         )
     if isinstance(source.values, Curriculum):
         _check_same("the level", source.values.level, values)
-        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
+        return jax.tree.map(_cast_like, source.values, dataclasses.replace(source.values, level=values))
     if not isinstance(values, Mapping):
         raise ValueError(f"set the parameters of {env_name(env)} by name, {{name: value}}, not by {shown(values)}")
-    types, found = default_params(env), {}
+    types, new_values = default_params(env), {}
     for name, value in values.items():
         if name not in source.values:
             raise ValueError(
                 f"the run does not draw a parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
                 f"{', '.join(source.values)}. Pass every parameter that may change as env_params when you start the run"
             )
-        found[name] = param_distributions.cast(f"{env_name(env)}: {name}", value, types[name])
-        _check_same(name, source.values[name], found[name])
-    return found
+        new_values[name] = param_distributions.cast(f"{env_name(env)}: {name}", value, types[name])
+        _check_same(name, source.values[name], new_values[name])
+    return new_values
 
 
-def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
-    given = as_number(new)
-    number = given.astype(old.dtype)
-    if old.dtype.kind != "f" and (number != given).any():
+def _cast_like(old: np.ndarray, new: Any) -> np.ndarray:
+    array = as_number(new)
+    number = array.astype(old.dtype)
+    if old.dtype.kind != "f" and (number != array).any():
         raise ValueError(f"the level cannot become {new!r}, because it started as {old.dtype}; start with a float, such as 0.0")
     return number
 
 
-def _check_same(what: str, old: PyTree, new: PyTree) -> None:
+def _check_same(place: str, old: PyTree, new: PyTree) -> None:
     shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
     if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        was, new = param_distributions.text(old), param_distributions.text(new)
+        old_text, new_text = param_distributions.text(old), param_distributions.text(new)
         remedy = "which would change the program; use a value of the same kind"
-        raise ValueError(f"{what} was {was} and cannot become {new} during a run, {remedy}")
+        raise ValueError(f"{place} was {old_text} and cannot become {new_text} during a run, {remedy}")

@@ -85,9 +85,9 @@ class RandomizeParams(EnvironmentWrapper):
                 raise ValueError(f"the parameters of {self.name} are already drawn; pass all of them to one RandomizeParams")
             if hasattr(inner, "vectorize"):
                 raise TypeError(f"{self.name} creates its own parallel copies, so its parameters cannot be data here")
-        object.__setattr__(self, "source", _checked(self.env, self.params))
+        object.__setattr__(self, "source", _make_sampler(self.env, self.params))
 
-    def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
+    def _delegate(self, method: str) -> Callable[[RandomizedState], jax.Array]:
         getattr(self.env, method)
         return lambda state: getattr(with_params(self.env, state.params), method)(state.env_state)
 
@@ -121,25 +121,25 @@ def params_text(params: GivenParams | None) -> dict[str, str] | str | None:
     return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
 
 
-def inside(env: Any) -> Iterator[Any]:
+def inside(env: object) -> Iterator[Any]:
     """Yields an environment and those inside its wrappers, outermost first, but not one inside an adapter."""
     while env is not None:
         yield env
         env = None if _has_params(env) else getattr(env, "env", None)
 
 
-def _has_params(env: Any) -> bool:
+def _has_params(env: object) -> bool:
     return hasattr(env, "default_params") and hasattr(env, "with_params")
 
 
-def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def default_params(env: object) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the parameters that can be data, of an environment or the one inside its wrappers; raises TypeError if it has
     none.
     """
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
-            known = inner.default_params.items()
-            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
+            defaults = inner.default_params.items()
+            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in defaults}
     raise TypeError(
         f"{env_name(env)} has no parameters as data. To add them to a custom environment, define a mapping default_params and "
         "a method with_params(params); otherwise set parameters when you make it, envs.make(name, parameter=value)"
@@ -163,7 +163,7 @@ def around(env: E, inner: Any) -> E:
     return wrapper  # type: ignore[return-value]
 
 
-def _checked(env: Any, params: Any) -> ParamSampler:
+def _make_sampler(env: Any, params: Any) -> ParamSampler:
     name, types = env_name(env), default_params(env)
     if isinstance(params, str):
         params = param_distributions.parse_many(params)
@@ -176,8 +176,8 @@ def _checked(env: Any, params: Any) -> ParamSampler:
             values[key] = param_distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
-        given: Any = params
-        values = given if isinstance(given, Curriculum) else Curriculum(lambda key, level: given(key), ())
+        function: Any = params
+        values = function if isinstance(function, Curriculum) else Curriculum(lambda key, level: function(key), ())
         values = jax.tree.map(as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
@@ -198,38 +198,38 @@ def as_number(x: Any) -> np.ndarray:
 def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
     if name not in types:
         near = suggestion(name, types) if isinstance(name, str) else ""
-        others = f" and {len(types) - 20} others (default_params)" if len(types) > 20 else ""
+        number_left = f" and {len(types) - 20} others (default_params)" if len(types) > 20 else ""
         raise ValueError(
-            f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(list(types)[:20])}{others}"
+            f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(list(types)[:20])}{number_left}"
         )
 
 
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the checked shapes and dtypes that a function returns."""
-    taken = counter() if param_distributions.ramps(values) else ()
+    steps = counter() if param_distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        drawn = values.sample(key, param_distributions.at(values.level, taken))
-        if not isinstance(drawn, Mapping) or not drawn:
-            raise TypeError(f"the function of env_params of {env} returned {shown(drawn)}; return a mapping name -> value")
-        return dict(jax.tree.map(jnp.asarray, drawn))
+        params = values.sample(key, param_distributions.replace_ramps(values.level, steps))
+        if not isinstance(params, Mapping) or not params:
+            raise TypeError(f"the function of env_params of {env} returned {shown(params)}; return a mapping name -> value")
+        return dict(jax.tree.map(jnp.asarray, params))
 
-    drawn = output_shapes(sample)
-    for name, x in drawn.items():
+    params = output_shapes(sample)
+    for name, x in params.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
             raise ValueError(
                 f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, but the parameter is "
                 f"{types[name].dtype}{list(types[name].shape)}"
             )
-    return drawn
+    return params
 
 
 def _draw(env: Any, source: ParamSampler, key: jax.Array) -> dict[str, jax.Array]:
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        drawn = drop_weak_types(dict(values.sample(key, param_distributions.at(values.level, source.taken))))
-        return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
+        params = drop_weak_types(dict(values.sample(key, param_distributions.replace_ramps(values.level, source.taken))))
+        return {name: x.astype(types[name].dtype) for name, x in params.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {
         name: param_distributions.draw_param(value, keys[name], types[name], source.taken) for name, value in values.items()
@@ -243,11 +243,11 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     key = output_shapes(lambda key: key)
 
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
-        its = with_params(env, params)
-        state, obs = drop_weak_types(its.reset(key))
+        env_with_params = with_params(env, params)
+        state, obs = drop_weak_types(env_with_params.reset(key))
         methods = "action_mask", "global_state", "privileged_state", "report"
-        also = [getattr(its, method)(state) for method in methods if hasattr(its, method)]
-        return (state, obs), drop_weak_types(its.step(key, state, action)), also
+        outputs = [getattr(env_with_params, method)(state) for method in methods if hasattr(env_with_params, method)]
+        return (state, obs), drop_weak_types(env_with_params.step(key, state, action)), outputs
 
     with_params(env, {})
     try:

@@ -30,7 +30,7 @@ class PrivilegedObservation(NamedTuple):
     privileged_state: Any
 
 
-def has_privileged(env: Any) -> bool:
+def has_privileged(env: object) -> bool:
     """Whether an environment has a privileged state."""
     return getattr(env, "privileged_state", None) is not None
 
@@ -65,10 +65,10 @@ class _Privileged(EnvironmentWrapper):
 
     @functools.cached_property
     def observation_space(self) -> spaces.Tuple:  # type: ignore[override]
-        name, given = f"{env_name(self.env)}.privileged_state", []
-        output_shapes(lambda key: given.append(self.env.privileged_state(self.env.reset(key)[0])))
+        name, types = f"{env_name(self.env)}.privileged_state", []
+        output_shapes(lambda key: types.append(self.env.privileged_state(self.env.reset(key)[0])))
         try:
-            space = spaces.unbounded(given[0])
+            space = spaces.unbounded(types[0])
         except TypeError as error:
             raise TypeError(f"{name} returned {error}; return an array of numbers, or a dict or a tuple of them") from None
         check_space(space, name)

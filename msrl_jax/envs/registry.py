@@ -66,7 +66,7 @@ def make(name: str, **params: Any) -> Environment:
         name, in_name = parse_spec(name, prefixes=True)
         params = in_name | params
     if name in _factories:
-        return _called(name, _factories[name], params)
+        return _call_factory(name, _factories[name], params)
     if suite := catalog.suite_of(name):
         suite.check_installed()
         with _built(name, params):
@@ -106,12 +106,12 @@ def is_custom(name: str) -> bool:
     return ":" in name and name not in _factories and (suite is None or any(key in suite.code for key in _keys(params)))
 
 
-def _keys(value: Any) -> Iterator[Any]:
+def _keys(value: object) -> Iterator[Any]:
     """Yields the keys of dicts in a value, at any depth."""
     if isinstance(value, dict):
         yield from value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
-        yield from _keys(each)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ():
+        yield from _keys(item)
 
 
 def _from_module(name: str, params: dict[str, Any]) -> Environment:
@@ -120,22 +120,24 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
     if module in names():
         raise ValueError(f"cannot read {attribute!r} in {name!r}; write parameters as {module}:key=value,key=value")
     near = suggestion(module, catalog.SUITES)
-    what = f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
-    return _called(name, naming.imported("environment", name, what, _is_made, is_made=True), params)
+    description = (
+        f"an environment: a class with reset and step, or a function that returns one{near and f', or use a suite{near}'}"
+    )
+    return _call_factory(name, naming.imported("environment", name, description, _is_made, is_made=True), params)
 
 
-def _called(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
+def _call_factory(name: str, factory: Callable[..., Environment], params: dict[str, Any]) -> Environment:
     """Calls a factory; raises ValueError if it does not take these parameters."""
     signature = inspect.signature(factory)
     try:
         signature.bind(**params)
     except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
-        raise ValueError(f"environment {name!r}: {error}; its parameters are: {known}") from None
+        names_known = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"environment {name!r}: {error}; its parameters are: {names_known}") from None
     return factory(**params)
 
 
-def _is_made(value: Any) -> bool:
+def _is_made(value: object) -> bool:
     """Whether a value is an environment, which has two functions or, if simulated on the host, makes its own copies."""
     return naming.makes(
         value,

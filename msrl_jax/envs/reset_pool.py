@@ -69,21 +69,21 @@ def refill(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, argument
     """Renews the spare of one copy of each group by `reset(*arguments)`, if due."""
     group = math.gcd(len(spares.turn), ratio)
 
-    def grouped(x: jax.Array) -> jax.Array:
+    def split_groups(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
-    turn, period = grouped(spares.turn)[:, 0], ratio // group
+    turn, period = split_groups(spares.turn)[:, 0], ratio // group
 
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn // period, new).reshape(old.shape)
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, i, x: row.at[i].set(x))(split_groups(old), turn // period, new).reshape(old.shape)
 
-    def renewed(spares: Spares) -> Spares:
-        chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn // period), arguments)
-        first = jax.tree.map(put, spares.first, jax.vmap(reset)(*chosen))
-        return spares._replace(first=first, used=put(spares.used, jnp.zeros(turn.shape, bool)))
+    def renew(spares: Spares) -> Spares:
+        due_arguments = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(split_groups(x), turn // period), arguments)
+        first = jax.tree.map(write, spares.first, jax.vmap(reset)(*due_arguments))
+        return spares._replace(first=first, used=write(spares.used, jnp.zeros(turn.shape, bool)))
 
     due = jnp.any(turn % period == 0)
-    spares = renewed(spares) if period == 1 else jax.lax.cond(due, renewed, lambda spares: spares, spares)
+    spares = renew(spares) if period == 1 else jax.lax.cond(due, renew, lambda spares: spares, spares)
     return spares._replace(turn=(spares.turn + 1) % ratio)
 
 

@@ -31,21 +31,21 @@ class RunningStatistics:
     var_rest: PyTree
 
 
-def compensated_sum(value: jax.Array, increment: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `value + increment + rest`, and its rounding error in float32, the next `rest`."""
-    increment = increment + rest
-    kept = value + increment
-    return kept, increment - (kept - value)
+def compensated_sum(value: jax.Array, increment: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `value + increment + rest`, and its rounding error in float32, the next `error`."""
+    increment = increment + error
+    total = value + increment
+    return total, increment - (total - value)
 
 
 def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
     return RunningStatistics(count, mean, var, jax.tree.map(jnp.zeros_like, mean), jax.tree.map(jnp.zeros_like, var))
 
 
-def empty(like: PyTree) -> RunningStatistics:
+def empty(example: PyTree) -> RunningStatistics:
     """Returns the statistics of no values, with mean 0 and variance 1, given one value or its shapes."""
-    mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
-    var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
+    mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), example)
+    var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), example)
     return _statistics(counter(), mean, var)
 
 
@@ -61,12 +61,12 @@ def batch_statistics(batch: PyTree) -> RunningStatistics:
 def normalize(stats: RunningStatistics, values: PyTree, *, epsilon: float = 1e-8, clip: float = 10.0) -> PyTree:
     """Values `[..., *shape]` with mean 0 and variance 1, clipped to [-clip, clip]; unchanged while `stats` is empty."""
 
-    def of_leaf(x, mean, var):
+    def normalize_leaf(x, mean, var):
         x = x.astype(jnp.float32)
         normalized = jnp.clip((x - mean) / jnp.sqrt(var + epsilon), -clip, clip)
         return jnp.where(at_least(stats.count, 1), normalized, x)
 
-    return jax.tree.map(of_leaf, values, stats.mean, stats.var)
+    return jax.tree.map(normalize_leaf, values, stats.mean, stats.var)
 
 
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
@@ -82,7 +82,7 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
         chex.assert_shape(x, (size, *mean.shape))
     count = advance(stats.count, size)
     total = to_float(count)
-    some = at_least(stats.count, 1)
+    has_data = at_least(stats.count, 1)
     # Do not multiply the old statistics by `1 - new`: near 1, its rounding error would bias every batch.
     new = size / total
 
@@ -90,7 +90,7 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
         x = x.astype(jnp.float32) - mean
         shift, square = jnp.mean(x, axis=0), jnp.mean(x * x, axis=0)
         batch_var = jnp.maximum(square - shift * shift, 0)
-        var = jnp.where(some, var, 0.0)
+        var = jnp.where(has_data, var, 0.0)
         mean, mean_rest = compensated_sum(mean, new * shift, mean_rest)
         var, var_rest = compensated_sum(var, new * (batch_var - var + (1 - new) * shift * shift), var_rest)
         return mean, var, mean_rest, var_rest

@@ -64,9 +64,9 @@ def measured(info: Mapping[str, Any], names: tuple[str, ...]) -> list[float]:
 class Order(NamedTuple):
     """A command of the parent."""
 
-    what: str  # "make", "reset" or "step"
+    command: str  # "make", "reset" or "step"
     envs: tuple[int, ...]  # their numbers
-    each: bool = False  # whether to answer for each environment separately
+    separate: bool = False  # whether to answer for each environment separately
     payload: Any = None  # for "make": the layout, and a pickled function that makes an environment
 
 
@@ -81,39 +81,39 @@ class _Worker:
                 order = Order(*pickle.loads(self.commands.recv_bytes()))
             except (EOFError, OSError):
                 return
-            if order.what == "make":
+            if order.command == "make":
                 self.layout, self.factory = order.payload
                 self.view = self.layout.view(self.memory)
                 continue
-            done = []
+            answered = []
             for number in order.envs:
-                error = self.attempt(order.what, number)
-                if order.each or error:
+                error = self.attempt(order.command, number)
+                if order.separate or error:
                     self.answer((number,), error)
                 else:
-                    done.append(number)
-            if done:
-                self.answer(tuple(done), None)
+                    answered.append(number)
+            if answered:
+                self.answer(tuple(answered), None)
 
     def answer(self, envs: tuple[int, ...], error: str | None) -> None:
         with contextlib.suppress(OSError):
             self.commands.send_bytes(pickle.dumps((envs, error)))
 
-    def attempt(self, what: str, number: int) -> str | None:
+    def attempt(self, command: str, number: int) -> str | None:
         """Resets or steps an environment; if that raises, drops it and returns the error as text."""
         try:
-            self.begin(number) if what == "reset" else self.step(number)
+            self.begin(number) if command == "reset" else self.step(number)
             return None
         except Exception:
-            broken = self.envs.pop(number, None)
+            env = self.envs.pop(number, None)
             with contextlib.suppress(Exception):
-                broken.close()  # type: ignore[union-attr]
+                env.close()  # type: ignore[union-attr]
             return traceback.format_exc(limit=-8)
 
     def begin(self, number: int) -> None:
         """Starts an episode; every episode has its own seed."""
         if number not in self.envs:
-            with _silent():  # simulators print warnings about their own files
+            with _silenced():  # simulators print warnings about their own files
                 self.envs[number] = pickle.loads(self.factory)()
         view = self.view
         seed = np.random.SeedSequence([int(view["seed"][number]), int(view["episode"][number])]).generate_state(1)[0]
@@ -137,27 +137,27 @@ class _Worker:
 
     def write(self, name: str, number: int, obs: Any) -> None:
         for k, path in enumerate(self.layout.paths):
-            held, x = self.view[f"{name}{k}"], np.asarray(functools.reduce(operator.getitem, path, obs))
-            if x.shape != held.shape[1:]:
-                raise ValueError(f"the observation has shape {x.shape}, but the observation space says {held.shape[1:]}")
-            if held.dtype.kind in "iub" and x.dtype != held.dtype and not (x.astype(held.dtype) == x).all():
-                raise ValueError(f"the observation {x} does not fit {held.dtype} of the observation space")
-            held[number] = x
+            array, x = self.view[f"{name}{k}"], np.asarray(functools.reduce(operator.getitem, path, obs))
+            if x.shape != array.shape[1:]:
+                raise ValueError(f"the observation has shape {x.shape}, but the observation space says {array.shape[1:]}")
+            if array.dtype.kind in "iub" and x.dtype != array.dtype and not (x.astype(array.dtype) == x).all():
+                raise ValueError(f"the observation {x} does not fit {array.dtype} of the observation space")
+            array[number] = x
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Discards writes to the standard streams, also by code that is not Python. Exceptions are reported otherwise."""
-    kept = os.dup(2)
+    stdout_copy = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.dup2(stdout_copy, 2)
+        os.close(stdout_copy)
 
 
 def _end_with_parent(lifeline: int) -> None:

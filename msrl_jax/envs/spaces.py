@@ -139,11 +139,11 @@ class Box:
         low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
         unit = jax.random.uniform(uniform_key, self.shape, jnp.float32)
         tail = jax.random.exponential(tail_key, self.shape, jnp.float32)
-        both = jnp.clip(low * (1 - unit) + high * unit, low, np.maximum(low, high))  # high - low could overflow
-        one = jnp.where(has_low, low + tail, high - tail)
-        none = jax.random.normal(normal_key, self.shape, jnp.float32)
-        drawn = jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none))
-        return drawn.astype(jax.dtypes.canonicalize_dtype(self.dtype))
+        between = jnp.clip(low * (1 - unit) + high * unit, low, np.maximum(low, high))  # high - low could overflow
+        beyond = jnp.where(has_low, low + tail, high - tail)
+        unbounded = jax.random.normal(normal_key, self.shape, jnp.float32)
+        sample = jnp.where(has_low & has_high, between, jnp.where(has_low | has_high, beyond, unbounded))
+        return sample.astype(jax.dtypes.canonicalize_dtype(self.dtype))
 
     def contains(self, x: ArrayLike) -> jax.Array:
         """Whether `x` has the space's shape and is within the bounds; bool[]."""

@@ -71,9 +71,9 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
     check_made(env)
-    own = getattr(env, "vectorize", None)
-    if own is not None:
-        return own(num_envs)
+    own_method = getattr(env, "vectorize", None)
+    if own_method is not None:
+        return own_method(num_envs)
     if has_agents(env):
         return vectorize_agents(env, num_envs)  # type: ignore[arg-type,return-value]
     check_types(env)

@@ -86,9 +86,9 @@ class EpisodeStatistics(VectorWrapper):
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
         """Returns the means over completed episodes, and resets their sums; see `episode_sums.pop`."""
-        env_state, found = self.env.pop_episodes(state.env_state)
+        env_state, inner_metrics = self.env.pop_episodes(state.env_state)
         episodes, means = episode_sums.pop(self, state.episodes)
-        return EpisodeStatisticsState(env_state, episodes), found | means
+        return EpisodeStatisticsState(env_state, episodes), inner_metrics | means
 
 
 class NormalizingWrapper(VectorWrapper):
@@ -100,8 +100,8 @@ class NormalizingWrapper(VectorWrapper):
 
     def with_statistics(self, state: Any, statistics: tuple[RunningStatistics, PyTree]) -> Any:
         """Returns the state with the statistics of another state."""
-        own, inner = statistics
-        return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
+        running_statistics, inner_statistics = statistics
+        return state._replace(env_state=self.env.with_statistics(state.env_state, inner_statistics), running=running_statistics)
 
 
 class NormalizeObservationState(NamedTuple):
@@ -167,8 +167,8 @@ class NormalizeObservation(NormalizingWrapper):
 
     def _normalize(self, stats: RunningStatistics, obs: PyTree) -> PyTree:
         plain = unmasked(obs)
-        known = statistics_of(plain, stats)
-        return with_mask_of(obs, running.normalize(known, plain, epsilon=self.epsilon, clip=self.clip))
+        visible_stats = statistics_of(plain, stats)
+        return with_mask_of(obs, running.normalize(visible_stats, plain, epsilon=self.epsilon, clip=self.clip))
 
 
 class NormalizeRewardState(NamedTuple):

@@ -71,7 +71,7 @@ class _Process:
     process: subprocess.Popen[bytes] | None = None
     commands: Any = None
     lifeline: int = -1
-    asked: set[int] = field(default_factory=set[int])
+    pending: set[int] = field(default_factory=set[int])
     patience: float = 0.0
     last_heard: float = 0.0
     again_at: float = 0.0
@@ -79,7 +79,7 @@ class _Process:
     @property
     def due(self) -> float:
         """The time from which a worker with a request counts as hanging, or one without may be restarted."""
-        return self.last_heard + self.patience if self.asked else self.again_at
+        return self.last_heard + self.patience if self.pending else self.again_at
 
     def stop(self) -> None:
         """Kills the process."""
@@ -89,7 +89,7 @@ class _Process:
             self.commands.close()
             os.close(self.lifeline)
             self.process = None
-        self.asked.clear()
+        self.pending.clear()
 
 
 def _shared_memory(size: int) -> tuple[mmap.mmap, int]:
@@ -171,15 +171,15 @@ class Workers:
         self._order("step", envs[able], _Status.STEPPING)
         return lambda: self._finish(envs, int(able.sum()))
 
-    def _finish(self, envs: np.ndarray, asked: int) -> HostStep:
-        enough = min(asked, len(envs) - int(self._drop_slowest * len(envs)))
+    def _finish(self, envs: np.ndarray, num_ordered: int) -> HostStep:
+        enough = min(num_ordered, len(envs) - int(self._drop_slowest * len(envs)))
         while self._any(envs, _Status.STEPPING) and (self._status == _Status.DONE).sum() < enough:
             self._listen(envs[self._status == _Status.STEPPING])
-        now = self._status.copy()
-        valid, caught_up = now == _Status.DONE, now == _Status.CAUGHT_UP
-        lost = np.isin(now, (_Status.DOWN, _Status.STARTING, _Status.FRESH))
-        self._status[now == _Status.STEPPING] = _Status.LATE
-        self._status[np.isin(now, (_Status.DONE, _Status.CAUGHT_UP, _Status.FRESH))] = _Status.READY
+        status = self._status.copy()
+        valid, caught_up = status == _Status.DONE, status == _Status.CAUGHT_UP
+        lost = np.isin(status, (_Status.DOWN, _Status.STARTING, _Status.FRESH))
+        self._status[status == _Status.STEPPING] = _Status.LATE
+        self._status[np.isin(status, (_Status.DONE, _Status.CAUGHT_UP, _Status.FRESH))] = _Status.READY
         self._in_a_row[valid], self._has_stepped[valid] = 0, True
         terminated, truncated = self._view["terminated"], self._view["truncated"]
         answered, metrics = valid | caught_up, None
@@ -201,32 +201,32 @@ class Workers:
     def _read(self, name: str, envs: np.ndarray) -> Any:
         return self._unflatten([self._view[f"{name}{k}"][envs] for k in range(len(self._layout.paths))])
 
-    def _of(self, envs: np.ndarray) -> list[_Process]:
+    def _processes_of(self, envs: np.ndarray) -> list[_Process]:
         return [self._processes[k] for k in dict.fromkeys(self._owner[envs].tolist())]
 
     def _begin(self, envs: np.ndarray) -> None:
         """Requests new episodes for environments that have none, where they are due."""
         down = envs[self._status[envs] == _Status.DOWN]
-        for process in self._of(down):
+        for process in self._processes_of(down):
             if process.again_at <= time.monotonic():
                 if process.process is None:
                     self._launch(process)
                 self._order("reset", down[np.isin(down, process.envs)], _Status.STARTING)
 
-    def _order(self, what: str, envs: np.ndarray, state: _Status) -> None:
+    def _order(self, command: str, envs: np.ndarray, state: _Status) -> None:
         self._status[envs] = state
-        for process in self._of(envs):
-            mine = envs[self._owner[envs] == self._owner[process.envs[0]]].tolist()
-            process.asked.update(mine)
+        for process in self._processes_of(envs):
+            numbers = envs[self._owner[envs] == self._owner[process.envs[0]]].tolist()
+            process.pending.update(numbers)
             process.last_heard = time.monotonic()
             with contextlib.suppress(OSError):  # `_listen` notices if it has died
-                process.commands.send_bytes(pickle.dumps(tuple(Order(what, tuple(mine), self._drop_slowest > 0))))
+                process.commands.send_bytes(pickle.dumps(tuple(Order(command, tuple(numbers), self._drop_slowest > 0))))
 
     def _listen(self, envs: np.ndarray, wait_for: float | None = None) -> None:
         """Handles messages of workers; waits for the first one, but at most until a worker is due."""
-        processes = self._of(envs)
+        processes = self._processes_of(envs)
         if wait_for is None:
-            due = [p.due for p in processes if p.asked or (self._status[p.envs] == _Status.DOWN).any()]
+            due = [p.due for p in processes if p.pending or (self._status[p.envs] == _Status.DOWN).any()]
             wait_for = max(min(due, default=0.0) - time.monotonic(), 0.0)
         running = {p.commands: p for p in processes if p.process is not None}
         if not running:
@@ -234,43 +234,43 @@ class Workers:
         for commands in wait(list(running), wait_for) if running else ():
             self._hear(running[commands])  # type: ignore[index]
         for process in processes:
-            if process.asked and process.due < time.monotonic():
+            if process.pending and process.due < time.monotonic():
                 self._lose(process, f"no answer within {process.patience:g} s")
 
     def _hear(self, process: _Process) -> None:
         try:
             while process.commands.poll():
                 envs, error = pickle.loads(process.commands.recv_bytes())
-                process.asked.difference_update(envs)
+                process.pending.difference_update(envs)
                 process.last_heard, process.patience = time.monotonic(), self._timeout
                 if error is not None and NO_METRIC in error:  # a restart would not help
                     raise RuntimeError(f"{self._name}: {NO_METRIC} {error.partition(NO_METRIC)[2].strip()}")
                 if error is not None:
-                    self._failed(process, np.array(envs), error)
+                    self._handle_failure(process, np.array(envs), error)
                 for e in envs if error is None else ():
                     self._status[e] = _ANSWERED.get(_Status(self._status[e]), self._status[e])
         except (EOFError, OSError):
             assert process.process is not None
             self._lose(process, f"the worker ended with code {process.process.wait()}")
 
-    def _lose(self, process: _Process, why: str) -> None:
+    def _lose(self, process: _Process, cause: str) -> None:
         process.stop()
-        self._failed(process, process.envs, why)
+        self._handle_failure(process, process.envs, cause)
 
-    def _failed(self, process: _Process, envs: np.ndarray, why: str) -> None:
+    def _handle_failure(self, process: _Process, envs: np.ndarray, cause: str) -> None:
         self._status[envs] = _Status.DOWN
         self._in_a_row[envs] += 1
         process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)
-        which = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
+        names = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
         tries = np.where(self._has_stepped[envs], _TRIES, _TRIES_AT_FIRST)
         if (self._in_a_row[envs] >= tries).any():
-            raise RuntimeError(f"{which} of {self._name} failed {tries.min()} times in a row, last with: {why.strip()}")
-        _log.warning("%s of %s failed and will be restarted: %s", which, self._name, why.strip().splitlines()[-1])
+            raise RuntimeError(f"{names} of {self._name} failed {tries.min()} times in a row, last with: {cause.strip()}")
+        _log.warning("%s of %s failed and will be restarted: %s", names, self._name, cause.strip().splitlines()[-1])
 
     def _launch(self, process: _Process) -> None:
         commands, child = Pipe()
-        read, process.lifeline = os.pipe()
-        files = [child.fileno(), self._file, read]
+        lifeline_end, process.lifeline = os.pipe()
+        files = [child.fileno(), self._file, lifeline_end]
         # In its own session, so that Ctrl-C reaches only the parent.
         process.process = subprocess.Popen(
             [sys.executable, "-P", "-m", simulate.__name__, *map(str, files)],
@@ -281,7 +281,7 @@ class Workers:
             env=os.environ | {"PYTHONPATH": paths()},
         )
         child.close()
-        os.close(read)
+        os.close(lifeline_end)
         process.commands, process.patience, process.last_heard = commands, self._timeout + _START, time.monotonic()
         commands.send_bytes(pickle.dumps(tuple(Order("make", (), payload=(self._layout, self._factory)))))
 

@@ -33,15 +33,15 @@ class EnvironmentWrapper(Wrapper):
 
     agents = delegate("agents")
     goal_reward = delegate("goal_reward")
-    action_mask = property(lambda self: self._of_state("action_mask"))
-    global_state = property(lambda self: self._of_state("global_state"))
-    privileged_state = property(lambda self: self._of_state("privileged_state"))
-    report = property(lambda self: self._of_state("report"))
-    render = property(lambda self: self._of_state("render"))
-    to_move = property(lambda self: self._of_state("to_move"))
+    action_mask = property(lambda self: self._delegate("action_mask"))
+    global_state = property(lambda self: self._delegate("global_state"))
+    privileged_state = property(lambda self: self._delegate("privileged_state"))
+    report = property(lambda self: self._delegate("report"))
+    render = property(lambda self: self._delegate("render"))
+    to_move = property(lambda self: self._delegate("to_move"))
     _inner = staticmethod(lambda state: state)  # returns the inner state; override it in wrappers that add a state
 
-    def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
+    def _delegate(self, method: str) -> Callable[[Any], jax.Array]:
         delegate = getattr(self.env, method)
         return lambda state: delegate(self._inner(state))
 

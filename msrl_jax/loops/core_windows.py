@@ -22,7 +22,7 @@ from msrl_jax.envs.privileged import actor_obs, with_privileged_of
 from msrl_jax.loops.off_policy import Batch
 from msrl_jax.loops.sequence_replay import replay_values, sequence_buffer, successors
 from msrl_jax.loops.windows import WindowFields, Windows
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, RecurrentFields
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.networks.torso import AsymmetricTorso, Torso
@@ -37,7 +37,7 @@ class ResolvedCore:
 
     make: Callable[[int], Core]  # from the size of the inputs
 
-    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
+    def network(self, observation_space: Space, make_heads: Callable[[Any], Any], config: RecurrentFields) -> RecurrentNetwork:
         """Makes a recurrent network."""
         return recurrent_network(observation_space, make_heads, config)
 
@@ -67,7 +67,7 @@ class CoreWindows(Windows):
         The network takes `History`s, or the features that the core computes. A dense layer with the width of the last one
         before the core follows the core; a critic's privileged state joins the features there.
         """
-        config, made = self.config, list[Network]()
+        config, heads_made = self.config, list[Network]()
 
         def make_heads(torsos: Torso | AsymmetricTorso) -> Network:
             layers = {"hidden_sizes": config.hidden_sizes[-1:], "layer_norm": config.layer_norm}
@@ -75,19 +75,19 @@ class CoreWindows(Windows):
                 torsos = torsos._replace(actor=torsos.actor.clone(**layers))
             else:
                 torsos = torsos.clone(**layers)
-            made.append(make(torsos))
-            return Network(made[0].init, lambda params, seen: actor_obs(unmasked(seen)))
+            heads_made.append(make(torsos))
+            return Network(heads_made[0].init, lambda params, inputs: actor_obs(unmasked(inputs)))
 
         self.cores[name] = core = recurrent_network(space, make_heads, config)
-        (heads,) = made
+        (heads,) = heads_made
 
         def features(params: Any, history: History) -> jax.Array:
             window = history.window._replace(carry=history.window.carry[name])
             outputs, carries = replay_values(core, params, window, config.burn_in)
             if history.last is None:
                 return flatten(outputs[: config.trace_length])
-            after = jax.tree.map(lambda x: x[config.burn_in :], window)
-            return flatten(_at(successors(core, params, after, outputs, carries), history.last))
+            trace = jax.tree.map(lambda x: x[config.burn_in :], window)
+            return flatten(_gather_steps(successors(core, params, trace, outputs, carries), history.last))
 
         def apply(params: Any, obs: Any, *inputs: Any) -> Any:
             if isinstance(history := unmasked(obs), History):
@@ -112,15 +112,15 @@ class CoreWindows(Windows):
 
     def step(self, params: Mapping[str, Any], obs: Any, carry: Any) -> tuple[Any, Any]:
         """Steps the cores; returns the features of the actor's core, and the next carry. Without critics, leaves theirs."""
-        stepped = {n: core.step(params[n], obs, carry[n]) for n, core in self.cores.items() if n in params}
-        return with_mask_of(obs, stepped["actor"][0]), carry | {name: after for name, (_, after) in stepped.items()}
+        results = {n: core.step(params[n], obs, carry[n]) for n, core in self.cores.items() if n in params}
+        return with_mask_of(obs, results["actor"][0]), carry | {name: new_carry for name, (_, new_carry) in results.items()}
 
     def steps(self, batch: Batch) -> Batch:
         """Returns the steps `[N, ...]` of windows `[S, B, ...]` after the burn-in."""
         window: Transition = batch.experience
         length = self.config.trace_length
-        after = jax.tree.map(lambda x: x[self.config.burn_in :], window)
-        sums = (after.reward, after.terminated, after.truncated)
+        trace = jax.tree.map(lambda x: x[self.config.burn_in :], window)
+        sums = (trace.reward, trace.terminated, trace.truncated)
         sums = (jnp.stack([x[n : n + length] for n in range(self.config.replay.n_step)]) for x in sums)
         reward, last, discount = fold(*sums, discount=self.config.discount)
         last += jnp.arange(length)[:, None]
@@ -129,8 +129,8 @@ class CoreWindows(Windows):
             obs = flatten(obs)
             return with_mask_of(obs, History(unmasked(obs), window, last))
 
-        obs, action = jax.tree.map(lambda x: x[:length], (after.obs, after.action))
-        next_obs = jax.tree.map(lambda x: _at(x, last), after.next_obs)
+        obs, action = jax.tree.map(lambda x: x[:length], (trace.obs, trace.action))
+        next_obs = jax.tree.map(lambda x: _gather_steps(x, last), trace.next_obs)
         steps = NStep(history(obs, None), *flatten((action, reward, discount)), history(next_obs, last))
         return batch._replace(experience=steps, weight=flatten(jnp.broadcast_to(batch.weight, reward.shape)))
 
@@ -143,6 +143,6 @@ class CoreWindows(Windows):
         return params | {"heads": super().first_critic(params["heads"])}
 
 
-def _at(x: jax.Array, step: jax.Array) -> jax.Array:
+def _gather_steps(x: jax.Array, step: jax.Array) -> jax.Array:
     """Gathers values `[L, B, ...]` from `[T, B, ...]` at steps `[L, B]`."""
     return jax.vmap(lambda x, step: x[step], in_axes=1, out_axes=1)(x, step)

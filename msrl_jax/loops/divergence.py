@@ -32,14 +32,14 @@ def no_divergence(config: Any) -> Divergence:
     return Divergence(exceeded, None, None)
 
 
-def update_divergence(config: Any, before: Divergence, kl: jax.Array) -> Divergence:
+def update_divergence(config: Any, previous: Divergence, kl: jax.Array) -> Divergence:
     """Returns the state for an update whose gradients were computed at a divergence of `kl` nats, `[]`."""
-    exceeded, followed, is_first = before
+    exceeded, kl_followed, is_first = previous
     if is_first is not None:
         # The first update starts from the policy that acted, so the sign of its divergence is only rounding error.
-        followed = jnp.where(is_first if exceeded is None else is_first | exceeded, jnp.nan, kl)
+        kl_followed = jnp.where(is_first if exceeded is None else is_first | exceeded, jnp.nan, kl)
         is_first = jnp.bool(False)
-    return Divergence(None if exceeded is None else exceeded | (kl > config.target_kl), followed, is_first)
+    return Divergence(None if exceeded is None else exceeded | (kl > config.target_kl), kl_followed, is_first)
 
 
 def apply_gradients(
@@ -64,10 +64,10 @@ def apply_gradients(
     """
     if divergence.kl is not None:
         opt_state = config.learning_rate.adapted(opt_state, divergence.kl)
-    before, exceeded = (params, opt_state), divergence.exceeded
+    previous, exceeded = (params, opt_state), divergence.exceeded
     updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
-    after = optax.apply_updates(params, updates), opt_state
-    return after if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), before, after)
+    updated = optax.apply_updates(params, updates), opt_state
+    return updated if exceeded is None else jax.tree.map(lambda old, new: jnp.where(exceeded, old, new), previous, updated)
 
 
 def current_rate_metric(config: Any, learning_rate: jax.Array | None, opt_state: Any) -> dict[str, jax.Array]:

@@ -40,7 +40,7 @@ def check_minibatches(config: MinibatchFields) -> None:
         )
 
 
-def has_core(config: Any) -> bool:
+def has_core(config: object) -> bool:
     """Whether the networks of a config have a recurrent core."""
     return getattr(config, "core", None) is not None
 
@@ -56,25 +56,25 @@ def shuffle(key: jax.Array, config: MinibatchFields) -> tuple[jax.Array, jax.Arr
     return key, times.reshape(config.num_epochs * size, -1)
 
 
-def gather_minibatch(config: MinibatchFields, batch: Any, chosen: jax.Array, dims: int = 2) -> Any:
+def gather_minibatch(config: MinibatchFields, batch: Any, index: jax.Array, dims: int = 2) -> Any:
     """Gathers a minibatch `[T', B, ...]` from a pytree `[T, E, ...]`: whole sequences with a core, else single steps.
 
     Merges the first `dims` dimensions into two: with 3, each agent of `[T, E, A, ...]` becomes a separate sequence.
     """
 
     def steps(x: jax.Array) -> jax.Array:
-        return jnp.swapaxes(x[chosen], 0, 1).reshape(1, -1, *x.shape[dims:])  # `E` first, so that it stays split over devices
+        return jnp.swapaxes(x[index], 0, 1).reshape(1, -1, *x.shape[dims:])  # `E` first, so that it stays split over devices
 
     def sequences(x: jax.Array) -> jax.Array:
-        groups = len(chosen)
+        groups = len(index)
         members = x.reshape(len(x), groups, -1, *x.shape[2:])
-        index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 2))
-        taken = jnp.take_along_axis(members, index, axis=2, mode="promise_in_bounds")[:, :, 0]
-        return taken.reshape(len(x), -1, *x.shape[dims:])
+        element_index = index.reshape(1, groups, 1, *(1,) * (x.ndim - 2))
+        minibatch = jnp.take_along_axis(members, element_index, axis=2, mode="promise_in_bounds")[:, :, 0]
+        return minibatch.reshape(len(x), -1, *x.shape[dims:])
 
     return jax.tree.map(sequences if has_core(config) else steps, batch)
 
 
-def gather_carry(config: MinibatchFields, carry: Carry, chosen: jax.Array, dims: int = 2) -> Carry:
+def gather_carry(config: MinibatchFields, carry: Carry, index: jax.Array, dims: int = 2) -> Carry:
     """Gathers the carries `[B, ...]` before the sequences of a minibatch from those before an unroll `[E, ...]`."""
-    return jax.tree.map(lambda x: gather_minibatch(config, x[None], chosen, dims)[0], carry)
+    return jax.tree.map(lambda x: gather_minibatch(config, x[None], index, dims)[0], carry)

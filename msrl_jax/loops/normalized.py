@@ -8,23 +8,17 @@ from typing import Any
 
 import jax
 
-from msrl_jax.envs import Space, running
+from msrl_jax.envs import running
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.privileged import statistics_of
 from msrl_jax.envs.running import RunningStatistics
-from msrl_jax.envs.vector_wrappers import normalized_space
 from msrl_jax.loops.off_policy import Batch, select
 from msrl_jax.networks.unrolls import flatten
 
 
-def network_space(config: Any, space: Space) -> Space:
-    """Returns the space of the observations that networks see; raises ValueError if these cannot be standardized."""
-    return normalized_space(space) if config.normalize_observations else space
-
-
-def initial_statistics(config: Any, obs: Any) -> RunningStatistics | tuple[()]:
+def initial_statistics(obs: Any, *, normalize: bool) -> RunningStatistics | tuple[()]:
     """Returns the initial statistics for observations `[E, ...]`; `()` if observations are not standardized."""
-    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if config.normalize_observations else ()
+    return running.empty(jax.tree.map(lambda x: x[0], unmasked(obs))) if normalize else ()
 
 
 def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
@@ -38,6 +32,6 @@ def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
 def update_statistics(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
     """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
     e = batch.experience
-    seen = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
-    statistics = select(batch.ready, running.update(statistics, seen), statistics)
+    obs = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
+    statistics = select(batch.ready, running.update(statistics, obs), statistics)
     return statistics, e._replace(obs=normalize_obs(statistics, e.obs), next_obs=normalize_obs(statistics, e.next_obs))

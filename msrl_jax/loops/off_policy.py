@@ -83,7 +83,7 @@ def initial_state(
 ) -> OffPolicyState:
     """Makes the initial state, without environments and carries; with an `actor_period`, acting parameters are copies."""
     copy = lambda tree: jax.tree.map(jnp.copy, tree)  # a state whose leaves share an array cannot be donated
-    nowhere = Indices(*jnp.zeros((2, config.num_updates, buffer.batch_size), jnp.int32))
+    indices = Indices(*jnp.zeros((2, config.num_updates, buffer.batch_size), jnp.int32))
     return OffPolicyState(
         **learner._replace(target_params=copy(learner.target_params))._asdict(),
         key=learner_key,
@@ -91,15 +91,15 @@ def initial_state(
         actor_keys=jax.random.split(actor_key, config.num_envs),
         replay=buffer.init(),
         replay_key=replay_key,
-        pending=Pending(nowhere, jnp.full(nowhere.step.shape, jnp.nan, jnp.float32)),
+        pending=Pending(indices, jnp.full(indices.step.shape, jnp.nan, jnp.float32)),
     )
 
 
-def state_axes(buffer: ReplayBuffer, **others: Any) -> OffPolicyState:
-    """Returns the logical axes of a state; `others` are the axes of environments and carries."""
-    whole = dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P())
-    stored = {"replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes}
-    return OffPolicyState(**{**whole, **stored, "actor_keys": P("env"), **others})
+def state_axes(buffer: ReplayBuffer, **axes: Any) -> OffPolicyState:
+    """Returns the logical axes of a state; `axes` are those of environments and carries."""
+    shared = dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P())
+    axes = {"actor_keys": P("env"), "replay": buffer.axes, "pending": P(None, SHARD_AXIS), "data": buffer.data_axes, **axes}
+    return OffPolicyState(**shared, **axes)
 
 
 def draw(
@@ -147,8 +147,8 @@ def learn_from(
 
     numbers = advance(progress.times(num_updates), jnp.arange(num_updates))
     learner, (td_error, stats) = jax.lax.scan(step, learner, (sample.experience, sample.weight, jnp.stack(keys), numbers))
-    done = jnp.where(ready, jnp.float32(num_updates), 0.0)
-    means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
+    count = jnp.where(ready, jnp.float32(num_updates), 0.0)
+    means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), count), stats)
     # Return the indices too: a policy with staleness delays the learner's outputs, so indices and errors stay together.
     return learner, key, Pending(sample.indices, td_error), dict(means)
 
@@ -186,5 +186,5 @@ def refreshed(
 ) -> tuple[tuple[Any, Counter], dict[str, Any]]:
     """Refreshes the acting parameters every `period` iterations; returns them and the metric `parameter_age`."""
     count = advance(progress.iteration)
-    age = parameter_age(progress.iteration, version)
-    return select(remainder(count, period) == 0, (params, count), acting_params), {"parameter_age": age}
+    acting_params = select(remainder(count, period) == 0, (params, count), acting_params)
+    return acting_params, {"parameter_age": parameter_age(progress.iteration, version)}

@@ -54,18 +54,18 @@ class OfflineState(NamedTuple):
     data: Data | tuple[()] = ()  # () in a state for acting only
 
 
-def playing_env(env: Environment, config: Any) -> VectorEnvironment:
+def playing_env(env: Environment, batch_size: int, shards: int | None) -> VectorEnvironment:
     """Makes the environments of a run, one per shard of the data; they provide spaces, and training never steps them."""
-    return envs.vectorize(env, _shards(config))
+    return envs.vectorize(env, _num_shards(batch_size, shards))
 
 
 def state_axes(source: Source | None) -> OfflineState:
     """Returns the logical axes of a state."""
-    whole = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
+    shared = dict.fromkeys(("params", "target_params", "opt_state", "key", "data_key", "env_state"), P())
     if source is None:
-        return logical_axes(OfflineState, **whole, data=P())
+        return logical_axes(OfflineState, **shared, data=P())
     held_out = source.validation.axes if source.validation else ()
-    return logical_axes(OfflineState, **whole, data=Data(source.training.axes, held_out))
+    return logical_axes(OfflineState, **shared, data=Data(source.training.axes, held_out))
 
 
 def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[jax.Array, NStep, NStep | None]:
@@ -75,7 +75,7 @@ def draw(source: Source, data: Data, key: jax.Array, num_updates: int) -> tuple[
     return key, batches, source.validation and source.validation.sample(data.validation, held_out_key).experience
 
 
-def check_given(config: Any, state: OfflineState) -> None:
+def check_has_data(config: Any, state: OfflineState) -> None:
     """Raises ValueError if a state has no data for training."""
     if not state.data:
         raise ValueError(f"{config.name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
@@ -85,7 +85,7 @@ def learn_from(
     batches: NStep,
     held_out: NStep | None,
     update: Callable[[Any, NStep, jax.Array, Progress], tuple[Any, Mapping[str, jax.Array]]],
-    learned: Any,
+    learner: Any,
     key: jax.Array,
     progress: Progress,
 ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
@@ -94,33 +94,33 @@ def learn_from(
     Args:
       batches: the batches. `[K, B, ...]`
       held_out: a batch of held-out episodes; None if there are none. `[B, ...]`
-      update: `(learned, batch, key, progress) -> (learned, statistics)`; the progress counts updates.
-      learned: the state that updates change.
+      update: `(learner, batch, key, progress) -> (learner, statistics)`; the progress counts updates.
+      learner: the state that updates change.
       key: the key for the randomness of updates.
       progress: the progress of the run, in iterations.
 
     Returns:
-      The new `learned`, the next key, and the statistics averaged over the updates; the statistics of the held-out batch have
+      The new `learner`, the next key, and the statistics averaged over the updates; the statistics of the held-out batch have
       the prefix `validation_`.
     """
     num_updates = len(batches.reward)
     key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
 
-    def numbered(number: Any) -> Progress:
+    def progress_at(number: Any) -> Progress:
         return Progress(advance(progress.times(num_updates), number), progress.total and progress.total * num_updates)
 
-    def step(learned: Any, inputs: tuple[NStep, jax.Array, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+    def step(learner: Any, inputs: tuple[NStep, jax.Array, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         batch, key, number = inputs
-        learned, stats = update(learned, batch, key, numbered(number))
-        return learned, dict(stats)
+        learner, stats = update(learner, batch, key, progress_at(number))
+        return learner, dict(stats)
 
-    learned, stats = jax.lax.scan(step, learned, (batches, jnp.stack(keys), jnp.arange(num_updates)))
+    learner, stats = jax.lax.scan(step, learner, (batches, jnp.stack(keys), jnp.arange(num_updates)))
     metrics = jax.tree.map(lambda x: x.mean(), stats)
     if held_out is not None:
         # Run an update only for its statistics; XLA removes the rest, because the new parameters are unused.
-        _, measured = update(learned, held_out, held_out_key, numbered(num_updates))
-        metrics |= {f"validation_{name}": x for name, x in measured.items()}
-    return learned, key, metrics
+        _, held_out_stats = update(learner, held_out, held_out_key, progress_at(num_updates))
+        metrics |= {f"validation_{name}": x for name, x in held_out_stats.items()}
+    return learner, key, metrics
 
 
 def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
@@ -130,23 +130,22 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     dataset = load_for(env, config.data)
     if normalize_rewards:
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
-    shards, storage = _shards(config), storage_of(config.storage, observation_type(env))
+    shards, storage = _num_shards(config.batch_size, config.shards), storage_of(config.storage, observation_type(env))
 
     def make(dataset: Dataset, batch_size: int) -> tuple[ReplayBuffer, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
-    if not config.validation_fraction:
-        training, held = make(dataset, config.batch_size)
-        return Source(training, None, Data(held, ()))
-    learned, held_out = dataset.split(config.validation_fraction)
-    training, held = make(learned, config.batch_size)
-    if len(held_out) < shards:
+    training_set, validation_set = dataset.split(config.validation_fraction) if config.validation_fraction else (dataset, None)
+    training, training_state = make(training_set, config.batch_size)
+    if validation_set is None:
+        return Source(training, None, Data(training_state, ()))
+    if len(validation_set) < shards:
         raise ValueError(
-            f"validation_fraction={config.validation_fraction:g} holds {len(held_out)} of {len(dataset)} rows out, fewer than "
-            f"one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
+            f"validation_fraction={config.validation_fraction:g} holds {len(validation_set)} of {len(dataset)} rows out, fewer "
+            f"than one in each of shards={shards}; use a larger fraction, 0, or fewer shards"
         )
-    validation, held_back = make(held_out, min(config.batch_size, len(held_out) // shards * shards))
-    return Source(training, validation, Data(held, held_back))
+    validation, validation_state = make(validation_set, min(config.batch_size, len(validation_set) // shards * shards))
+    return Source(training, validation, Data(training_state, validation_state))
 
 
 def reward_scale(dataset: Dataset) -> float:
@@ -155,5 +154,5 @@ def reward_scale(dataset: Dataset) -> float:
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 
 
-def _shards(config: Any) -> int:
-    return math.gcd(config.batch_size, 8) if config.shards is None else config.shards
+def _num_shards(batch_size: int, shards: int | None) -> int:
+    return math.gcd(batch_size, 8) if shards is None else shards

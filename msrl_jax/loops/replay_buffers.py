@@ -92,7 +92,7 @@ def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
         return window_buffer(obs, action, config, config.batch_size, config.replay.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_for(env, config.data)
-    mixed_in = data.buffer(
+    data_buffer = data.buffer(
         dataset,
         batch_size=data_rows,
         shards=shards,
@@ -100,18 +100,18 @@ def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
         length=config.replay.n_step,
         discount=config.discount,
     )
-    return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
+    return mix(window_buffer(obs, action, config, own_rows, shards, **windows), *data_buffer)
 
 
 def split_batch(config: MixedFields) -> tuple[int, int, int]:
     """Returns the numbers of rows from the run, rows from the data, and shards; raises ValueError if a shard lacks either."""
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.replay.shards is None else config.replay.shards
     rows = config.batch_size // shards
-    given = round(config.data_fraction * rows)
-    if not 0 < given < rows:
+    data_rows = round(config.data_fraction * rows)
+    if not 0 < data_rows < rows:
         raise ValueError(
             f"{type(config).__name__}.data_fraction={config.data_fraction:g} of the {rows} rows that each of {shards} shards "
-            f"gives to batch_size={config.batch_size} leaves none to {'the data' if not given else 'the run'}; use another "
+            f"gives to batch_size={config.batch_size} leaves none to {'the data' if not data_rows else 'the run'}; use another "
             "fraction, larger batches or fewer shards"
         )
-    return config.batch_size - shards * given, shards * given, shards
+    return config.batch_size - shards * data_rows, shards * data_rows, shards

@@ -38,8 +38,8 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
 
     # Windows of one step lack the dimension of time.
     def sample(*args: Any) -> Sample:
-        drawn = buffer.sample(*args)
-        return drawn._replace(experience=jax.tree.map(lambda x: x[None], drawn.experience))
+        sample = buffer.sample(*args)
+        return sample._replace(experience=jax.tree.map(lambda x: x[None], sample.experience))
 
     return dataclasses.replace(buffer, sample=sample)
 
@@ -49,16 +49,16 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     is_first = first_steps(window.terminated | window.truncated)
     carry = tuple(x[0] for x in window.carry)
     if burn_in:
-        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
-        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
+        burn_in_obs = jax.tree.map(lambda x: x[:burn_in], window.obs)
+        _, carries = network.unroll(*jax.lax.stop_gradient((params, burn_in_obs, is_first[:burn_in], carry)))
         carry = tuple(x[-1] for x in carries)
-    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
-    return network.unroll(params, after, is_first[burn_in:], carry)
+    obs = jax.tree.map(lambda x: x[burn_in:], window.obs)
+    return network.unroll(params, obs, is_first[burn_in:], carry)
 
 
 def successors(network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry) -> jax.Array:
     """Returns outputs `[T, B, ...]` for the true successors of steps, which differ from the next steps at truncations."""
     value = lambda params, final: network.step(params, *final)[0]
     last = truncated_values(value, params, (window.next_obs, carries), window.truncated, and_last=True)
-    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
-    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
+    continues = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
+    return jnp.concatenate([jnp.where(continues[:-1], values[1:], last[:-1]), last[-1:]])

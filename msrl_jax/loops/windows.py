@@ -14,23 +14,17 @@ from msrl_jax.configs.replay_options import Hindsight
 from msrl_jax.envs import Environment, Space
 from msrl_jax.loops.off_policy import Batch
 from msrl_jax.loops.replay_buffers import MixedFields, n_step_buffer
-from msrl_jax.networks.core import core_of
+from msrl_jax.networks.core import RecurrentFields, core_of
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import NetworkFields
 from msrl_jax.replay import ReplayBuffer
 
 
-class WindowFields(MixedFields, NetworkFields, Protocol):
+class WindowFields(MixedFields, RecurrentFields, Protocol):
     """What off-policy actor-critics replay, with or without a core."""
 
     @property
     def hindsight(self) -> Hindsight | None:
         """The relabelling of sampled steps."""
-        ...
-
-    @property
-    def core(self) -> Any:
-        """A recurrent core, or None."""
         ...
 
     @property

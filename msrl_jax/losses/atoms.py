@@ -88,8 +88,8 @@ def categorical_projection(probability: jax.Array, returns: jax.Array, v_min: fl
     chex.assert_equal_shape((probability, returns))
     num_atoms = probability.shape[-1]
     spacing = (v_max - v_min) / (num_atoms - 1)
-    landed = (jnp.clip(returns, v_min, v_max) - v_min) / spacing
-    share = jnp.clip(1 - jnp.abs(landed[:, None] - jnp.arange(num_atoms)), 0, 1)
+    position = (jnp.clip(returns, v_min, v_max) - v_min) / spacing
+    share = jnp.clip(1 - jnp.abs(position[:, None] - jnp.arange(num_atoms)), 0, 1)
     return probability @ share
 
 
@@ -97,5 +97,5 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
     """Returns the KL divergence of the masses of logits `[N]` from the target; its gradient is that of the cross-entropy."""
     chex.assert_rank(logits, 1)
     chex.assert_equal_shape((logits, target))
-    known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
-    return (known - target * jax.nn.log_softmax(logits)).sum(-1)
+    negative_entropy = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
+    return (negative_entropy - target * jax.nn.log_softmax(logits)).sum(-1)

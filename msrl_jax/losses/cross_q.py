@@ -29,8 +29,8 @@ class CrossQ:
     def check_config(self, config: Any) -> None:
         """Raises ValueError if the critics learn from windows of steps."""
         if config.core is not None:
-            where = f"{type(config).__name__}.target={str(self)!r}"
-            raise ValueError(f"{where} {_FACT}, but core={name_of(config.core)} learns from windows of steps; use core=None")
+            place = f"{type(config).__name__}.target={str(self)!r}"
+            raise ValueError(f"{place} {_FACT}, but core={name_of(config.core)} learns from windows of steps; use core=None")
 
     def torso(self, torso: Torso, action_space: Space) -> Torso:
         """Returns a torso with normalization; raises ValueError if it or the actions do not support it."""
@@ -50,8 +50,8 @@ class CrossQ:
         self, critics: Network, params: Any, target_params: Any, inputs: tuple[Any, Any], next_inputs: tuple[Any, Any]
     ) -> tuple[Any, Any, Any]:
         """Returns the values of a batch and of the next steps from one pass, and the new statistics."""
-        both = jax.tree.map(lambda *x: jnp.stack(x), inputs, next_inputs)  # [2, B, ...]: a batch stays split over devices
-        outputs, statistics = critics.apply(params, *both, mutable=["batch_stats"])
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), inputs, next_inputs)  # [2, B, ...]: a batch stays split over devices
+        outputs, statistics = critics.apply(params, *stacked, mutable=["batch_stats"])
         return outputs[:, 0], jax.lax.stop_gradient(outputs[:, 1]), statistics["batch_stats"]
 
     def followed(self, params: Any, statistics: Any) -> Any:

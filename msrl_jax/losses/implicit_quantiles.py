@@ -32,5 +32,7 @@ class IQN:
 
     def _random_fractions(self, key: jax.Array, batch_size: int) -> tuple[tuple[jax.Array], tuple[jax.Array]]:
         keys, sizes = jax.random.split(key), (self.num_fractions, self.num_target_fractions)
-        one, other = (jax.random.uniform(k, (batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True))
-        return (one,), (other,)
+        fractions, target_fractions = (
+            jax.random.uniform(k, (batch_size, n), jnp.float32) for k, n in zip(keys, sizes, strict=True)
+        )
+        return (fractions,), (target_fractions,)

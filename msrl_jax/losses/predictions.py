@@ -1,4 +1,4 @@
-"""What networks predict of a return: here, its expectation. Each distribution of returns is an option in a file of its own.
+"""What networks predict of a return: here, its expectation. Each distribution of returns is an option in a separate file.
 
 In the shape descriptions, `A` denotes the number of actions, `B` the batch size, `C` the number of critics, and `N` the number
 of outputs per action: one value, or the atoms or quantiles of a distribution.

@@ -46,9 +46,9 @@ class TQC:
         """Returns the functions of quantiles; targets drop the largest ones of all critics, `num_dropped` per critic."""
 
         def target(quantiles: jax.Array, backup: Backup) -> jax.Array:
-            kept = len(quantiles) * (self.num_quantiles - self.num_dropped)
+            num_targets = len(quantiles) * (self.num_quantiles - self.num_dropped)
             pooled = jnp.moveaxis(quantiles, -1, 0).reshape(-1, quantiles.shape[1])
-            return jax.vmap(backup, out_axes=1)(jnp.sort(pooled, 0)[:kept])
+            return jax.vmap(backup, out_axes=1)(jnp.sort(pooled, 0)[:num_targets])
 
         def loss(quantiles: jax.Array, target: jax.Array) -> jax.Array:
             return jax.vmap(jax.vmap(quantile_huber_loss), (0, None))(quantiles, target)

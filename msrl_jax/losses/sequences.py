@@ -35,8 +35,8 @@ def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
     size = jnp.abs(value)
     # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
     root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
-    above = 2 * size / (root + 1 + 2 * epsilon)
-    return jnp.sign(value) * above * (above + 2)
+    excess = 2 * size / (root + 1 + 2 * epsilon)
+    return jnp.sign(value) * excess * (excess + 2)
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
@@ -47,9 +47,9 @@ def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
 
 
 def sequence_loss(
-    weight: jax.Array, taken: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
+    weight: jax.Array, value: jax.Array, target: jax.Array, huber_delta: float | None, eta: float
 ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
     """Returns the mean loss of values `[L, B]` of actions taken, with weights `[B]`; priorities `[B]`; and statistics."""
-    losses = value_error(taken, target, huber_delta)
-    stats = {"loss": losses.mean(), "value": taken.mean()}
-    return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, eta), stats)
+    losses = value_error(value, target, huber_delta)
+    stats = {"loss": losses.mean(), "value": value.mean()}
+    return (weight * losses.mean(0)).mean(), (sequence_priority(target - value, eta), stats)

@@ -104,14 +104,11 @@ def final_value_inputs(network: ActorCritic, params: Any, final_obs: Any, carrie
     Returns:
       The value inputs `[T, E, ...]`; `()` without them.
     """
-    if network.value_input is None:
+    if (value_input := network.value_input) is None:
         return ()
-    value_input = network.value_input
-
-    def last(params: Any, final: Any) -> Any:
-        return value_input(params, *final)
-
-    return truncated_values(last, params, (final_obs, carries), truncated, and_last=True)
+    return truncated_values(
+        lambda params, final: value_input(params, *final), params, (final_obs, carries), truncated, and_last=True
+    )
 
 
 class Acting(NamedTuple):

@@ -48,9 +48,9 @@ def _gru(x: Gates, u: Gates, carry: Carry) -> Carry:
 
 def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
     _, c = carry
-    write, keep, read = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
+    write, keep, output = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
     c = keep * c + write * jnp.tanh(x[3] + u[3])
-    return read * jnp.tanh(c), c
+    return output * jnp.tanh(c), c
 
 
 @option(of=CoreKind)
@@ -127,41 +127,41 @@ def _scan_forward(update, kernel, x, is_first, carry):
 
 def _scan_backward(update, residuals, cotangents):
     kernel, x, is_first, carry, carries, products = residuals
-    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
-    before = reset_carry(is_first, before)
+    previous = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
+    previous = reset_carry(is_first, previous)
     # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
     # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
     # After the scan, compute the gradients of the gates and the matrix; in the scan, every step would sum them over devices.
-    _, pullback = jax.vjp(update, x, per_gate(products, len(x)), before)
-    ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
+    _, pullback = jax.vjp(update, x, per_gate(products, len(x)), previous)
+    ones, zeros = jnp.ones_like(previous[0]), jnp.zeros_like(previous[0])
     slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
     by_x, by_u, by_carry = zip(*slopes, strict=True)
-    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, so one multiplication per step
+    by_u = tuple(jnp.stack(gates, axis=-2) for gates in by_u)  # one array, so one multiplication per step
 
     def through_gates(cotangent: Carry, by_u: Gates) -> jax.Array:
-        terms = (c[..., None, :] * by for c, by in zip(cotangent, by_u, strict=True))
+        terms = (c[..., None, :] * slope for c, slope in zip(cotangent, by_u, strict=True))
         du = functools.reduce(jnp.add, terms)
         return du.reshape(*du.shape[:-2], -1)
 
     def step(later, inputs):
         is_first, cotangent, by_u, by_carry = inputs
         cotangent = tuple(map(jnp.add, later, cotangent))
-        output, *rest = _chain(cotangent, by_carry)
+        output, *states = _chain(cotangent, by_carry)
         output += jax.lax.optimization_barrier(through_gates(cotangent, by_u)) @ transposed
-        return reset_carry(is_first, (output, *rest)), cotangent
+        return reset_carry(is_first, (output, *states)), cotangent
 
     # Without the barriers, XLA fuses transpose, chain rule and product for one row: a loop that took ten times as long.
     transposed = jax.lax.optimization_barrier(kernel.T)
     start = tuple(map(jnp.zeros_like, carry))
     dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
     du = through_gates(cotangents, by_u)
-    (dkernel,) = jax.vjp(lambda kernel: matmul(before[0], kernel), kernel)[1](du)
+    (dkernel,) = jax.vjp(lambda kernel: matmul(previous[0], kernel), kernel)[1](du)
     return dkernel, _chain(cotangents, by_x), None, dcarry
 
 
 def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
     """Applies the elementwise chain rule: combines the cotangents of carries with their derivatives by several arrays."""
-    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
+    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, terms)) for terms in zip(*slopes, strict=True))
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

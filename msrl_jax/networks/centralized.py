@@ -9,13 +9,16 @@ from flax import linen as nn
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.networks.actor_critic import ActorCritic
+from msrl_jax.networks.core import RecurrentFields
 from msrl_jax.networks.distributions import Distribution
 from msrl_jax.networks.policy_heads import check_policy_space, num_outputs, policy_of
 from msrl_jax.networks.recurrent import recurrent_network
 from msrl_jax.networks.torso import Torso
 
 
-def centralized_actor_critic(observation_space: Space, action_space: Space, state_size: int, config: Any) -> ActorCritic:
+def centralized_actor_critic(
+    observation_space: Space, action_space: Space, state_size: int, config: RecurrentFields
+) -> ActorCritic:
     """Makes an actor-critic of a config that takes pairs of observations `[..., *observation_shape]` and states `[..., S]`."""
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
     actor = recurrent_network(observation_space, lambda torso: _Policy(torso.of("actor"), space), config)

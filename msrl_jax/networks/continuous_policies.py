@@ -17,7 +17,7 @@ from msrl_jax.envs.spaces import is_continuous
 from msrl_jax.networks.distributions import Normal
 from msrl_jax.networks.heads import make_actor, make_critics
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import NetworkFields, Seen
+from msrl_jax.networks.torso import NetworkFields, SpaceOrTorsos
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class TanhNormal:
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
     def expectation(self, x: jax.Array) -> jax.Array:
-        """Estimates the mean over actions of what depends on them by its value for the one drawn. `[...]`."""
+        """Estimates the mean of a function over actions by `x`, its value for the sampled action. `[...]`."""
         return x
 
     def usual_target_entropy(self) -> float:
@@ -68,9 +68,9 @@ def _log_tanh_slope(x: jax.Array) -> jax.Array:
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
-def tanh_policy(seen: Seen, action_space: Box, config: NetworkFields) -> Network:
+def tanh_policy(space_or_torsos: SpaceOrTorsos, action_space: Box, config: NetworkFields) -> Network:
     """Makes a stochastic policy: `(params, obs) -> TanhNormal`, whose scale depends on `obs`."""
-    network = make_actor(seen, 2 * math.prod(action_space.shape), config)
+    network = make_actor(space_or_torsos, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:
         loc, log_scale = jnp.split(network.apply(params, obs), 2, axis=-1)
@@ -82,7 +82,7 @@ def tanh_policy(seen: Seen, action_space: Box, config: NetworkFields) -> Network
 class ActionHeads(NamedTuple):
     """How to make the networks of an actor-critic for one kind of actions."""
 
-    policy: Callable[..., Network]  # (seen, action_space, config) -> network of a distribution over actions
+    policy: Callable[..., Network]  # (space_or_torsos, action_space, config) -> network of a distribution over actions
     critics: Callable[..., Network]  # as `make_critics`
 
 

@@ -39,11 +39,11 @@ def _impala_cnn(x: jax.Array, activation: Activate, large: bool) -> jax.Array:
     """Returns the 15 layers of IMPALA (Espeholt et al., 2018, arXiv 1802.01561, figure 3), which halve the image size three
     times.
     """
-    same = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))
+    convolve_padded = lambda x, size: convolution(size, 3)(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))))
     for size in (16, 32, 32):
-        x = nn.max_pool(same(x, size), (3, 3), (2, 2), "SAME")
+        x = nn.max_pool(convolve_padded(x, size), (3, 3), (2, 2), "SAME")
         for _ in range(2):
-            x += same(activation(same(activation(x), size)), size)
+            x += convolve_padded(activation(convolve_padded(activation(x), size)), size)
     return activation(x)
 
 

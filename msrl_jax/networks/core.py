@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from msrl_jax.fragments.support.checks import name_of
+from msrl_jax.networks.torso import NetworkFields
 from msrl_jax.networks.unrolls import Carry
 
 
@@ -30,7 +31,16 @@ class CoreKind(Protocol):
         ...
 
 
-def core_of(config: Any) -> Any:
+class RecurrentFields(NetworkFields, Protocol):
+    """What makes a network with or without a recurrent core."""
+
+    @property
+    def core(self) -> Any:
+        """A recurrent core, or None."""
+        ...
+
+
+def core_of(config: RecurrentFields) -> Any:
     """Returns the `ResolvedCore` of a config; raises ValueError if `algorithms.build` has not made it yet."""
     if not hasattr(config.core, "network"):
         raise ValueError(f"core={name_of(config.core)} is made by msrl_jax.algorithms.build(config, env)")

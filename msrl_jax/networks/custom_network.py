@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Space, spaces
-from msrl_jax.networks.torso import NetworkPart, Torso
+from msrl_jax.networks.torso import NetworkFields, NetworkPart, Torso
 
 
 class CustomNetwork(NamedTuple):
@@ -17,7 +17,7 @@ class CustomNetwork(NamedTuple):
     init: Callable[..., Any]  # (key, obs [B, ...]) -> params
     apply: Callable[..., Any]  # (params, obs [B, ...]) -> features [B, F]
 
-    def torso(self, observation_space: Space, config: Any) -> Torso:
+    def torso(self, observation_space: Space, config: NetworkFields) -> Torso:
         """Makes the torso of a config."""
         layers = config.hidden_sizes, config.activation
         return CustomTorso(observation_space, *layers, layer_norm=config.layer_norm, network=self)
@@ -41,7 +41,7 @@ class CustomNetworks(NamedTuple):
         """Whether no heads follow: True."""
         return True
 
-    def torso(self, observation_space: Space, config: Any) -> Torso:
+    def torso(self, observation_space: Space, config: NetworkFields) -> Torso:
         """Makes the torso of a config, with a network for each part."""
         return WholeTorso(observation_space, config.hidden_sizes, config.activation, network=self)
 
@@ -73,8 +73,8 @@ class CustomTorso(Torso):
     def _outputs(self, obs: Any, *action: jax.Array) -> jax.Array:
         example = spaces.zeros(self.observation_space)
         params = self.param("module", self.network.init, example, *(jnp.zeros((1, a.shape[-1]), jnp.float32) for a in action))
-        first, one = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
-        batch = first.shape[: first.ndim - one.ndim + 1]
+        first, example_leaf = jax.tree.leaves(obs)[0], jax.tree.leaves(example)[0]
+        batch = first.shape[: first.ndim - example_leaf.ndim + 1]
         x = self.network.apply(params, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), (obs, *action)))
         return x.reshape(*batch, x.shape[-1])
 
@@ -97,8 +97,8 @@ class WholeTorso(CustomTorso):
         """Makes a check of the number of outputs instead of a layer."""
 
         def check(outputs: jax.Array) -> jax.Array:
-            if (found := outputs.shape[-1]) != size:
-                raise ValueError(f"network=CustomNetworks(...): one returns {found} numbers where {size} are needed")
+            if (num_outputs := outputs.shape[-1]) != size:
+                raise ValueError(f"network=CustomNetworks(...): one returns {num_outputs} numbers where {size} are needed")
             return outputs
 
         return check

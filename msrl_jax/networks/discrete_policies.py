@@ -19,7 +19,7 @@ from msrl_jax.networks.distributions import Categorical
 from msrl_jax.networks.heads import init_critics, linear_head, make_actor
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.policy_heads import discrete_policy, num_outputs
-from msrl_jax.networks.torso import Seen, Torso, make_torsos
+from msrl_jax.networks.torso import NetworkFields, SpaceOrTorsos, Torso, make_torsos
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +47,9 @@ class AllActions(Categorical):
         return 0.5 * jnp.log(jnp.maximum(self.legal.sum(-1), 1))
 
 
-def categorical_policy(seen: Seen, action_space: Discrete | Box, config: Any) -> Network:
+def categorical_policy(space_or_torsos: SpaceOrTorsos, action_space: Discrete | Box, config: NetworkFields) -> Network:
     """Makes a stochastic policy: `(params, obs) -> AllActions`, or for a `Box` of integers `-> Categorical`."""
-    network = make_actor(seen, num_outputs(action_space), config)
+    network = make_actor(space_or_torsos, num_outputs(action_space), config)
 
     def apply(params: Any, obs: Any) -> Categorical:
         policy = discrete_policy(action_space, network.apply(params, obs), obs)
@@ -59,7 +59,7 @@ def categorical_policy(seen: Seen, action_space: Discrete | Box, config: Any) ->
 
 
 def all_action_critics(
-    seen: Seen,
+    space_or_torsos: SpaceOrTorsos,
     action_space: Discrete,
     num_critics: int,
     config: Any,
@@ -69,10 +69,10 @@ def all_action_critics(
     """Makes critics `(params, obs, action [B]) -> [C, B]`, or without actions the values of all, `-> [C, B, N]`."""
     if num_outputs > 1:
         raise ValueError(
-            f"{type(config).__name__}.returns={config.returns} is of the returns of continuous actions, but the space is "
+            f"{type(config).__name__}.returns={config.returns} predicts returns of continuous actions, but the space is "
             f"{action_space}; use returns='expected', or dqn"
         )
-    critic = linear_head(torso(make_torsos(seen, config).of("critic").clone(), action_space), action_space.n, 1.0)
+    critic = linear_head(torso(make_torsos(space_or_torsos, config).of("critic").clone(), action_space), action_space.n, 1.0)
 
     def apply(params: Any, obs: Any, action: jax.Array | None = None) -> jax.Array:
         values = jax.vmap(lambda p: critic.apply(p, obs))(params)

@@ -42,8 +42,8 @@ class Categorical:
 
     def log_prob(self, action: jax.Array) -> jax.Array:
         """Returns the log-probability of `action` `[...]` or `[..., K]` integer. `[...]`."""
-        chosen = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]
-        return self._joint(chosen - jax.nn.logsumexp(self.logits, axis=-1))
+        logit = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]
+        return self._joint(logit - jax.nn.logsumexp(self.logits, axis=-1))
 
     def entropy(self) -> jax.Array:
         """Returns the entropy in nats; a masked action adds nothing, nor does it affect gradients. `[...]`."""

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from msrl_jax.envs import Box, Space
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import NetworkFields, NetworkPart, Seen, Torso, make_torsos
+from msrl_jax.networks.torso import NetworkFields, NetworkPart, SpaceOrTorsos, Torso, make_torsos
 
 
 class _Linear(nn.Module):
@@ -31,9 +31,11 @@ class _Linear(nn.Module):
         return self.torso.head(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(part: NetworkPart, seen: Seen, config: NetworkFields, *, num_outputs: int, scale: float) -> Network:
+def linear_network(
+    part: NetworkPart, space_or_torsos: SpaceOrTorsos, config: NetworkFields, *, num_outputs: int, scale: float
+) -> Network:
     """Makes a torso and a linear layer with weights of the given scale: `(params, obs [, action]) -> [..., num_outputs]`."""
-    return linear_head(make_torsos(seen, config).of(part).clone(), num_outputs, scale)
+    return linear_head(make_torsos(space_or_torsos, config).of(part).clone(), num_outputs, scale)
 
 
 def linear_head(torso: Torso, num_outputs: int, scale: float) -> Network:
@@ -42,13 +44,13 @@ def linear_head(torso: Torso, num_outputs: int, scale: float) -> Network:
     return Network(module.init, module.apply)
 
 
-def make_actor(seen: Seen, num_outputs: int, config: NetworkFields) -> Network:
+def make_actor(space_or_torsos: SpaceOrTorsos, num_outputs: int, config: NetworkFields) -> Network:
     """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
-    return linear_network("actor", seen, config, num_outputs=num_outputs, scale=0.01)
+    return linear_network("actor", space_or_torsos, config, num_outputs=num_outputs, scale=0.01)
 
 
 def make_critics(
-    seen: Seen,
+    space_or_torsos: SpaceOrTorsos,
     action_space: Box,
     num_critics: int,
     config: NetworkFields,
@@ -58,14 +60,14 @@ def make_critics(
     """Makes critics of continuous actions, `(params, obs, action [B, D]) -> [C, B]`, or `[C, B, N]` with several outputs.
 
     Args:
-      seen: what they see besides actions.
+      space_or_torsos: the space of observations, or the torsos.
       action_space: the space of the actions.
       num_critics: the number of critics, `C`.
       config: the config, for the torsos.
       num_outputs: the number of outputs of a critic, `N`.
       torso: changes the torsos. If they have statistics, `apply` takes `mutable`, as in Flax, and also returns these.
     """
-    critic = linear_head(torso(make_torsos(seen, config).of("critic").clone(), action_space), num_outputs, 1.0)
+    critic = linear_head(torso(make_torsos(space_or_torsos, config).of("critic").clone(), action_space), num_outputs, 1.0)
 
     def init(key: jax.Array, obs: Any) -> Any:
         action = jnp.zeros((len(jax.tree.leaves(obs)[0]), math.prod(action_space.shape)), jnp.float32)
@@ -82,8 +84,8 @@ def make_critics(
 
 def init_critics(critic: Network, num_critics: int, key: jax.Array, *inputs: Any) -> Any:
     """Makes the parameters of `num_critics` critics, `[C, ...]`."""
-    made = jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
-    return {"params": made["params"]}
+    variables = jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
+    return {"params": variables["params"]}
 
 
 def make_value(observation_space: Space, config: NetworkFields) -> Network:

@@ -97,7 +97,7 @@ def _lru(size: int) -> Core:
     def decay(params: Any) -> jax.Array:
         return jnp.exp(jax.lax.complex(-jnp.exp(params["log_rate"]), jnp.exp(params["log_phase"])))
 
-    def written(params: Any, inputs: jax.Array) -> jax.Array:
+    def scaled_inputs(params: Any, inputs: jax.Array) -> jax.Array:
         real, imaginary = per_gate(matmul(inputs, params["input"]), 2)
         values = jax.lax.complex(real, imaginary)
         return values * jnp.exp(params["log_gain"]).astype(values.dtype)
@@ -107,12 +107,12 @@ def _lru(size: int) -> Core:
         return x * jax.nn.sigmoid(matmul(x, params["gate"])) + matmul(inputs, params["skip"]), carry
 
     def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        h = decay(params) * jax.lax.complex(*carry) + written(params, inputs)
+        h = decay(params) * jax.lax.complex(*carry) + scaled_inputs(params, inputs)
         return outputs(params, inputs, (h.real, h.imag))
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
         (keep,) = reset_carry(is_first, (jnp.broadcast_to(decay(params), (*is_first.shape, size)),))
-        h = linear_recurrence(keep, written(params, inputs), jax.lax.complex(*carry))
+        h = linear_recurrence(keep, scaled_inputs(params, inputs), jax.lax.complex(*carry))
         return outputs(params, inputs, (h.real, h.imag))
 
     return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size), jnp.float32),) * 2, step, unroll, size)
@@ -125,8 +125,8 @@ ScanFunction = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def step_by_step(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
     """Computes the recurrence in a loop of `T` steps."""
 
-    def step(h, now):
-        decay, x = now
+    def step(h, step_inputs):
+        decay, x = step_inputs
         h = decay * h + x
         return h, h
 
@@ -167,8 +167,8 @@ def _backward(scan, residuals, cotangents):
     decay, start, h = residuals
     decay_after = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])
     dinputs = scan(decay_after[::-1], cotangents[::-1], jnp.zeros_like(start))[::-1]
-    before = jnp.concatenate([start[None], h[:-1]])
-    return dinputs * before, dinputs, decay[0] * dinputs[0]
+    previous = jnp.concatenate([start[None], h[:-1]])
+    return dinputs * previous, dinputs, decay[0] * dinputs[0]
 
 
 recurrence.defvjp(_forward, _backward)

@@ -13,7 +13,7 @@ from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.fragments.counters import Counter, at_least
 from msrl_jax.networks.layers import ACTIVATIONS, hidden
 from msrl_jax.networks.network import Network
-from msrl_jax.networks.torso import Torso
+from msrl_jax.networks.torso import NetworkFields, Torso
 
 
 class ActionValues(nn.Module):
@@ -62,7 +62,7 @@ def split_torso(torso: Torso) -> tuple[Torso, int]:
     return torso.clone(hidden_sizes=torso.hidden_sizes[:-1]), torso.hidden_sizes[-1]
 
 
-def value_heads(torso: Torso, action_space: Discrete, config: Any, *, dueling: bool) -> Network:
+def value_heads(torso: Torso, action_space: Discrete, config: NetworkFields, *, dueling: bool) -> Network:
     """Makes the head for action values `[..., A]` after a recurrent core: linear, or two streams as wide as the last layer."""
     if dueling and not torso.hidden_sizes:
         torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
@@ -81,13 +81,15 @@ def exploration_rate(exploration: Exploration, steps: Counter, num_envs: int, le
     """Returns the probability of random actions after `steps`, `[]` or `[E]`; 1 before `learning_starts` steps."""
     epsilon = exploration.epsilon(steps, num_envs)
     if jnp.shape(epsilon) not in ((), (num_envs,)):
-        fact = f"{type(exploration).__name__}.epsilon returns an array of shape {list(jnp.shape(epsilon))}"
-        raise ValueError(f"{fact}; return a number, or one for each of the {num_envs} environments")
+        raise ValueError(
+            f"{type(exploration).__name__}.epsilon returns an array of shape {list(jnp.shape(epsilon))}; return a number, or "
+            f"one for each of the {num_envs} environments"
+        )
     return jnp.where(at_least(steps, learning_starts), epsilon, 1.0)
 
 
-def epsilon_greedy(epsilon: jax.Array, greedy: jax.Array, keys: jax.Array, obs: Any, num_actions: int) -> jax.Array:
+def epsilon_greedy(epsilon: jax.Array, greedy_actions: jax.Array, keys: jax.Array, obs: Any, num_actions: int) -> jax.Array:
     """Returns greedy actions `[B]`, or random ones with probability `epsilon`, `[]` or `[B]`."""
-    whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-    at_random = jax.vmap(jax.random.uniform)(whether) < epsilon
-    return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)
+    explore_keys, action_keys = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+    explores = jax.vmap(jax.random.uniform)(explore_keys) < epsilon
+    return jnp.where(explores, uniform_actions(action_keys, Discrete(num_actions), obs), greedy_actions)

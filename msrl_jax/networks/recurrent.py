@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.privileged import PrivilegedObservation, with_privileged_of
 from msrl_jax.envs.spaces import zeros
-from msrl_jax.networks.core import Core
+from msrl_jax.networks.core import Core, RecurrentFields
 from msrl_jax.networks.torso import AsymmetricTorso, Torso, make_torsos
 from msrl_jax.networks.unrolls import Carry, flatten, unflatten
 
@@ -33,7 +33,7 @@ class RecurrentNetwork(NamedTuple):
     value: Callable[[Any, Any], Any] = lambda params, value: value
 
 
-def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any], config: Any) -> RecurrentNetwork:
+def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any], config: RecurrentFields) -> RecurrentNetwork:
     """Makes a network of a torso, the recurrent core and heads; without a core, carries are empty.
 
     A critic with a privileged state also sees the outputs of the core: without the actor's recurrent state, its values would be
@@ -46,8 +46,7 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Any], Any]
     if torso.is_whole:
         raise ValueError("network=CustomNetworks(...) has no place for a core; give a module of features")
     core: Core = config.core.make(torso.num_features)
-    space = Box(-np.inf, np.inf, (core.num_outputs,))
-    head_torso: Any = Torso(space, (), config.activation)
+    head_torso: Any = Torso(Box(-np.inf, np.inf, (core.num_outputs,)), (), config.activation)
     if isinstance(torsos, AsymmetricTorso):
         head_torso = AsymmetricTorso(head_torso, torsos.critic.clone(input_part="both"))
     heads = make_heads(head_torso)
@@ -84,8 +83,7 @@ def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
     """Wraps a network without a core in the interface of a recurrent one."""
 
     def unroll(params: Any, obs: Any, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        outputs = network.apply(params, flatten(obs))
-        return jax.tree.map(lambda x: unflatten(x, len(is_first)), outputs), carry
+        return jax.tree.map(lambda x: unflatten(x, len(is_first)), network.apply(params, flatten(obs))), carry
 
     return RecurrentNetwork(
         init=lambda key: network.init(key, zeros(space)),

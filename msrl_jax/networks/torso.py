@@ -22,7 +22,7 @@ IMAGE_ENCODERS: dict[str, Encoder] = {}
 
 
 BLOCKS: dict[str, Callable[[jax.Array, Activate, tuple[int, ...]], jax.Array]] = {}
-"""What comes instead of dense layers, by name; `networks/simba.py` adds its own."""
+"""Layers that replace the dense layers, by name; `networks/simba.py` adds its own."""
 
 
 class NetworkFields(Protocol):
@@ -124,17 +124,17 @@ class AsymmetricTorso(NamedTuple):
         return (self.actor if part == "actor" else self.critic).of(part)
 
 
-Seen = Space | Torso | AsymmetricTorso
+SpaceOrTorsos = Space | Torso | AsymmetricTorso
 """The input of a network: a space of observations, or torsos that are already made."""
 
 
-def make_torsos(seen: Seen, config: NetworkFields) -> Torso | AsymmetricTorso:
+def make_torsos(space_or_torsos: SpaceOrTorsos, config: NetworkFields) -> Torso | AsymmetricTorso:
     """Makes the torso of a config, or two with a privileged state; returns torsos unchanged; raises as `make_torso` does."""
-    if isinstance(seen, Torso | AsymmetricTorso):
-        return seen
-    if not are_privileged(seen):
-        return make_torso(seen, config)
-    actor, critic = (make_torso(space, config) for space in seen.spaces)
+    if isinstance(space_or_torsos, Torso | AsymmetricTorso):
+        return space_or_torsos
+    if not are_privileged(space_or_torsos):
+        return make_torso(space_or_torsos, config)
+    actor, critic = (make_torso(space, config) for space in space_or_torsos.spaces)
     return AsymmetricTorso(actor, critic.clone(input_part="privileged_state"))
 
 
@@ -149,7 +149,7 @@ def make_torso(observation_space: Space, config: NetworkFields) -> Torso:
     if not isinstance(network, str):
         if not hasattr(network, "torso"):
             made_by = "msrl_jax.algorithms.build(config, env), or networks.modules.as_network, makes one of it"
-            raise TypeError(f"network={shown(network)} is no network yet; {made_by}")
+            raise TypeError(f"network={shown(network)} is not a network yet; {made_by}")
         return network.torso(observation_space, config)
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     kind: Any = ("cnn" if len(shape) == 3 else "mlp") if network == "auto" else network

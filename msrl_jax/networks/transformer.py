@@ -53,31 +53,31 @@ def _gtrxl(size: int, layers: int, heads: int, context: int) -> Core:
         return jnp.zeros((*batch_shape, layers, context, size), jnp.float32), jnp.zeros((*batch_shape, context), jnp.float32)
 
     def step(params: Any, inputs: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        memory, known = carry
+        memory, mask = carry
         x = matmul(inputs, params["input"])[..., None, :]  # a sequence of one
-        known = jnp.concatenate([known, jnp.ones_like(known[..., :1])], -1)
-        seen = []
+        mask = jnp.concatenate([mask, jnp.ones_like(mask[..., :1])], -1)
+        layer_inputs = []
         for i, layer in enumerate(params["layers"]):
-            seen.append(jnp.concatenate([memory[..., i, :, :], x], -2))
-            x = _layer(layer, heads, x, seen[-1], known[..., None, :] > 0)
-        return x[..., 0, :], (jnp.stack([s[..., 1:, :] for s in seen], -3), known[..., 1:])
+            layer_inputs.append(jnp.concatenate([memory[..., i, :, :], x], -2))
+            x = _layer(layer, heads, x, layer_inputs[-1], mask[..., None, :] > 0)
+        return x[..., 0, :], (jnp.stack([s[..., 1:, :] for s in layer_inputs], -3), mask[..., 1:])
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[jax.Array, Carry]:
-        memory, known = carry
+        memory, mask = carry
         x = jnp.swapaxes(matmul(inputs, params["input"]), 0, 1)  # [E, T, D]
         episode = jnp.cumsum(is_first.T, axis=1)  # [E, T]; the episode of the carry is 0
-        episodes = jnp.concatenate([jnp.where(known > 0, 0, -1), episode], 1)  # [E, M + T]
+        episodes = jnp.concatenate([jnp.where(mask > 0, 0, -1), episode], 1)  # [E, M + T]
         time, times = jnp.arange(len(inputs))[:, None], jnp.arange(-context, len(inputs))
         near = (times <= time) & (times >= time - context)  # [T, M + T]
-        seen = []
+        layer_inputs = []
         for i, layer in enumerate(params["layers"]):
-            seen.append(jnp.concatenate([memory[:, i], x], 1))
-            x = _layer(layer, heads, x, seen[-1], near & (episode[:, :, None] == episodes[:, None, :]))
+            layer_inputs.append(jnp.concatenate([memory[:, i], x], 1))
+            x = _layer(layer, heads, x, layer_inputs[-1], near & (episode[:, :, None] == episodes[:, None, :]))
         # The last `M` steps up to each step, without those of other episodes.
         last = time + 1 + jnp.arange(context)  # [T, M]
-        same = (jnp.swapaxes(episodes[:, last], 0, 1) == episode.T[:, :, None]).astype(x.dtype)  # [T, E, M]
-        windows = jnp.stack([jnp.swapaxes(s[:, last], 0, 1) for s in seen], 2)  # [T, E, L, M, D]
-        return jnp.swapaxes(x, 0, 1), (windows * same[:, :, None, :, None], same)
+        is_same_episode = (jnp.swapaxes(episodes[:, last], 0, 1) == episode.T[:, :, None]).astype(x.dtype)  # [T, E, M]
+        windows = jnp.stack([jnp.swapaxes(s[:, last], 0, 1) for s in layer_inputs], 2)  # [T, E, L, M, D]
+        return jnp.swapaxes(x, 0, 1), (windows * is_same_episode[:, :, None, :, None], is_same_episode)
 
     return Core(init, initial_carry, step, unroll, size)
 
@@ -100,15 +100,15 @@ def _init_layer(key: jax.Array, size: int) -> dict[str, Any]:
     }
 
 
-def _layer(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: jax.Array) -> jax.Array:
-    """Applies a layer to steps `x` `[..., Q, D]`, the last of `seen` `[..., K, D]`; `visible` is a mask `[..., Q, K]`."""
-    normalized = lambda x, i: _standardized(x) * params["scales"][i] + params["shifts"][i]
-    x = _gate(params["gates"][0], x, nn.relu(_attention(params, heads, normalized(x, 0), normalized(seen, 0), visible)))
+def _layer(params: Any, heads: int, x: jax.Array, sources: jax.Array, visible: jax.Array) -> jax.Array:
+    """Applies a layer to steps `x` `[..., Q, D]`, the last of `sources` `[..., K, D]`; `visible` is a mask `[..., Q, K]`."""
+    normalized = lambda x, i: _standardize(x) * params["scales"][i] + params["shifts"][i]
+    x = _gate(params["gates"][0], x, nn.relu(_attention(params, heads, normalized(x, 0), normalized(sources, 0), visible)))
     y = matmul(nn.relu(matmul(normalized(x, 1), params["wide"])), params["narrow"])
     return _gate(params["gates"][1], x, nn.relu(y))
 
 
-def _standardized(x: jax.Array) -> jax.Array:
+def _standardize(x: jax.Array) -> jax.Array:
     centered = x - x.mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
 
@@ -121,16 +121,16 @@ def _gate(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return (1 - change) * x + change * jnp.tanh(new[2] + matmul(reset * x, old[2]))
 
 
-def _attention(params: Any, heads: int, x: jax.Array, seen: jax.Array, visible: jax.Array) -> jax.Array:
+def _attention(params: Any, heads: int, x: jax.Array, sources: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention with relative positions (Transformer-XL; Dai et al., 2019, arXiv 1901.02860, 3.3)."""
     queries, size = x.shape[-2:]
-    keys = seen.shape[-2]
+    keys = sources.shape[-2]
     split = lambda x: x.reshape(*x.shape[:-1], heads, size // heads)
     by_use = jnp.split(params["qkv"], 3, -1)
-    q, k, v = split(matmul(x, by_use[0])), split(matmul(seen, by_use[1])), split(matmul(seen, by_use[2]))
-    where = split(matmul(_sinusoids(keys, size), params["position"]))  # by distance, [K, N, D / N]
+    q, k, v = split(matmul(x, by_use[0])), split(matmul(sources, by_use[1])), split(matmul(sources, by_use[2]))
+    position_keys = split(matmul(_sinusoids(keys, size), params["position"]))  # by distance, [K, N, D / N]
     distance = jnp.arange(queries)[:, None] + keys - queries - jnp.arange(keys)  # [Q, K]; negative distances are masked
-    by_distance = jnp.einsum("...qnd,mnd->...nqm", q + split(params["position_bias"]), where)
+    by_distance = jnp.einsum("...qnd,mnd->...nqm", q + split(params["position_bias"]), position_keys)
     index = jnp.broadcast_to(jnp.maximum(distance, 0), by_distance.shape)
     score = jnp.einsum("...qnd,...knd->...nqk", q + split(params["content_bias"]), k)
     score += jnp.take_along_axis(by_distance, index, -1, mode="promise_in_bounds")

@@ -20,8 +20,8 @@ def is_custom_algorithm(algorithm: str) -> bool:
 
 def code_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Returns the fields of a config that name a file or a module, with that name; values may be sequences, as in a sweep."""
-    found = ((name, text) for name, value in fields.items() for text in texts(value) if _names_code(name, text))
-    return dict(found)
+    pairs = ((name, text) for name, value in fields.items() for text in texts(value) if _names_code(name, text))
+    return dict(pairs)
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -34,17 +34,17 @@ def texts(value: Any) -> Iterator[str]:
         with contextlib.suppress(ValueError):  # arguments of an option
             yield from itertools.chain.from_iterable(map(texts, _arguments(read_call(value))))
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from texts(each)
-            yield from texts(f"{key}={each}")  # the text of a team
+        for key, item in value.items():
+            yield from texts(item)
+            yield from texts(f"{key}={item}")  # the text of a team
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from texts(each)
+        for item in value:
+            yield from texts(item)
 
 
 def _arguments(call: Call) -> Iterator[Any]:
-    for each in (*call.args, *call.kwargs.values()):
-        yield from _arguments(each) if isinstance(each, Call) else [each]
+    for argument in (*call.args, *call.kwargs.values()):
+        yield from _arguments(argument) if isinstance(argument, Call) else [argument]
 
 
 def _names_code(field: str, text: str) -> bool:

@@ -41,8 +41,8 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
         raise ValueError(f"{path} does not end in .py; name a file such as my_{kind.name}.py")
     if not (name := path.stem).isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{path}: {name!r} cannot be a name in Python; use letters, digits and _, such as my_{kind.name}.py")
-    others = [n.lower() for n, c in ALGORITHMS.items() if not files.reference(c).startswith(f"{path.absolute()}:")]
-    if name.lower() in others:
+    other_names = [n.lower() for n, c in ALGORITHMS.items() if not files.reference(c).startswith(f"{path.absolute()}:")]
+    if name.lower() in other_names:
         raise ValueError(f"{path}: an algorithm named {name!r} is registered already; choose another name")
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         raise ValueError(f"{path} would hide the module {name!r} from programs in its folder; choose another name")
@@ -58,16 +58,18 @@ def copy(algorithm: str | type, file: str | os.PathLike) -> Path:
 
 def _text(kind: Any, name: str) -> str:
     """Returns the source of a config's file, edited to register only that config, under another name."""
-    file, own = files.file_of(kind.__module__), kind.__qualname__
+    file, class_name = files.file_of(kind.__module__), kind.__qualname__
     text, variants = _without_variants(Path(file).read_text("utf-8") if os.path.exists(file) else "")
-    base = str(variants.get(own, own))
+    base = str(variants.get(class_name, class_name))
     if re.search(rf"^class {base}\b", text, re.MULTILINE) is None:
-        raise ValueError(f"the config {own} is not in a file, as in a notebook; write it to a file, and copy that")
+        raise ValueError(f"the config {class_name} is not in a file, as in a notebook; write it to a file, and copy that")
     configs = files.configs(sys.modules[kind.__module__])
-    if also := sorted(configs.keys() - {base, *variants}):
-        raise ValueError(f"{file} has the config {also[0]} too, which a copy would register again; move it to another file")
+    if other_configs := sorted(configs.keys() - {base, *variants}):
+        raise ValueError(
+            f"{file} has the config {other_configs[0]} too, which a copy would register again; move it to another file"
+        )
     old = configs[base].name
-    text = text if own == base else _as_variant(text, configs[base], kind)
+    text = text if class_name == base else _as_variant(text, configs[base], kind)
     text = _without_unused(text) if variants else text
     text, count = re.subn(rf"""(\bconfig\(\s*(?:name=)?)(["']){old}\2""", rf'\1"{name}"', text)
     if count == 0:
@@ -79,11 +81,11 @@ def _text(kind: Any, name: str) -> str:
 def _without_variants(source: str) -> tuple[str, dict[str, str]]:
     """Removes the variants from a source file; returns the rest, and the base class of each variant."""
     lines, variants = source.split("\n"), dict[str, str]()
-    for before, node in reversed([*itertools.pairwise(ast.parse(source).body)]):
+    for previous, node in reversed([*itertools.pairwise(ast.parse(source).body)]):
         match node:
             case ast.Assign([ast.Name(name)], ast.Call(ast.Name("variant"), [ast.Name(base), *_])):
                 variants[name] = base
-                del lines[before.end_lineno : node.end_lineno]
+                del lines[previous.end_lineno : node.end_lineno]
     return "\n".join(lines), variants
 
 
@@ -99,14 +101,16 @@ def _without_unused(source: str) -> str:
 def _as_variant(source: str, base: Any, variant: Any) -> str:
     """Turns the base class in a source file into its variant, with the variant's name, docstring and defaults."""
     tree = ast.parse(source)
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
-    edits: list[tuple[Any, str]] = [(found.body[0], f'"""{variant.__doc__}"""')]
+    (class_node,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == base.__name__)
+    edits: list[tuple[Any, str]] = [(class_node.body[0], f'"""{variant.__doc__}"""')]
     edits += [(node, variant.__name__) for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == base.__name__]
-    for node in found.body:
+    for node in class_node.body:
         match node:
-            case ast.AnnAssign(ast.Name(name), value=ast.Call(keywords=given)) if getattr(variant, name) != getattr(base, name):
+            case ast.AnnAssign(ast.Name(name), value=ast.Call(keywords=kwargs)) if getattr(variant, name) != getattr(
+                base, name
+            ):
                 default = repr(getattr(variant, name)).replace("'", '"')
-                edits += [(k.value, default) for k in given if k.arg == "default"]
+                edits += [(k.value, default) for k in kwargs if k.arg == "default"]
     lines = [line.encode() for line in source.split("\n")]  # `ast` gives offsets in bytes
     for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
         first, last = node.lineno - 1, node.end_lineno - 1

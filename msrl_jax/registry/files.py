@@ -16,7 +16,7 @@ from msrl_jax.fragments.support.checks import suggestion
 from msrl_jax.registry.table import ALGORITHMS
 
 _LOADED: dict[str, tuple[bytes, ModuleType]] = {}
-"""The files that were loaded by path, as they were then."""
+"""The text and the module of each file that was loaded by its path."""
 
 
 def is_file(algorithm: str) -> bool:
@@ -34,22 +34,22 @@ def load(algorithm: str) -> type:
     Raises:
       ValueError: if the file does not exist or fails to run, and unless it has exactly one config, or the named one.
     """
-    found = _parts(algorithm)
-    assert found is not None
-    path, name = os.path.abspath(os.path.expanduser(found["file"])), found["config"]
+    match = _parts(algorithm)
+    assert match is not None
+    path, name = os.path.abspath(os.path.expanduser(match["file"])), match["config"]
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        why = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ValueError(f"the algorithm {path} cannot be read: {why}; give the path of a file with a config") from None
-    own = configs(_module(path, text))
-    if not own:
+        cause = "the file does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ValueError(f"the algorithm {path} cannot be read: {cause}; give the path of a file with a config") from None
+    kinds = configs(_module(path, text))
+    if not kinds:
         raise ValueError(f"{path} has no config; decorate a class with a method build with msrl_jax.algorithms.config")
-    if name is None and len(own) > 1:
-        raise ValueError(f"{path} has the configs {', '.join(own)}; say which: {found['file']}:{next(iter(own))}")
-    if name is not None and name not in own:
-        raise ValueError(f"{path} has no config {name!r}{suggestion(name, own)}; it has {', '.join(own)}")
-    return own[name or next(iter(own))]
+    if name is None and len(kinds) > 1:
+        raise ValueError(f"{path} has the configs {', '.join(kinds)}; say which: {match['file']}:{next(iter(kinds))}")
+    if name is not None and name not in kinds:
+        raise ValueError(f"{path} has no config {name!r}{suggestion(name, kinds)}; it has {', '.join(kinds)}")
+    return kinds[name or next(iter(kinds))]
 
 
 def newest(config: type) -> type:
@@ -60,32 +60,32 @@ def newest(config: type) -> type:
 
 def configs(module: ModuleType) -> dict[str, Any]:
     """Returns the configs that a module itself defines, by class name."""
-    own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
-    return {c.__name__: c for c in own if "many_agents" in vars(c) and hasattr(c, "build")}
+    classes = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+    return {c.__name__: c for c in classes if "many_agents" in vars(c) and hasattr(c, "build")}
 
 
 def _module(path: str, text: bytes) -> ModuleType:
     """Returns the module of a file: one that is already loaded, unless this module loaded it and the file has changed."""
     name = _name(path)
-    before = sys.modules.get(name)
-    if before is not None and _LOADED.get(path, (text, before)) == (text, before):
-        return before
+    previous = sys.modules.get(name)
+    if previous is not None and _LOADED.get(path, (text, previous)) == (text, previous):
+        return previous
     spec = importlib.util.spec_from_loader(name, SourceFileLoader(name, path))
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    held = {} if before is None else {config.name: config for config in configs(before).values()}
-    for former in held:  # its class may have another name now
-        ALGORITHMS.pop(former, None)
+    previous_configs = {} if previous is None else {config.name: config for config in configs(previous).values()}
+    for former_name in previous_configs:  # its class may have another name now
+        ALGORITHMS.pop(former_name, None)
     sys.path.insert(0, os.path.dirname(path))  # so that the file can import modules in its folder
     try:
         exec(compile(text, path, "exec"), vars(module))
     except Exception as error:
-        sys.modules.pop(name) if before is None else sys.modules.update({name: before})
-        ALGORITHMS.update(held)
+        sys.modules.pop(name) if previous is None else sys.modules.update({name: previous})
+        ALGORITHMS.update(previous_configs)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1] if lines else "?"
-        what = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {what}; correct the file") from error
+        cause = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {cause}; correct the file") from error
     finally:
         sys.path.remove(os.path.dirname(path))
     _LOADED[path] = text, module
@@ -121,7 +121,7 @@ def saved(about: Mapping[str, Any]) -> str:
     """Returns a reference to the algorithm of a saved run; if its file is gone, looks in the working directory."""
     if about["class"].startswith("msrl_jax."):
         return about["algorithm"]
-    found = _parts(about["class"])
-    if found and not os.path.exists(found["file"]) and os.path.exists(here := os.path.basename(found["file"])):
-        return f"{here}:{found['config']}"
+    match = _parts(about["class"])
+    if match and not os.path.exists(match["file"]) and os.path.exists(local_file := os.path.basename(match["file"])):
+        return f"{local_file}:{match['config']}"
     return about["class"]

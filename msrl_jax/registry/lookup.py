@@ -59,7 +59,7 @@ def get(algorithm: str | type) -> type:
     return get(files.newest(checks.find("algorithm", ALGORITHMS, algorithm)))
 
 
-def _is_config(value: Any) -> bool:
+def _is_config(value: object) -> bool:
     return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
 
 
@@ -78,11 +78,11 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
       ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
     """
     base = as_config(algorithm)
-    kind, known = type(base), list(all_fields(type(base)))
+    kind, field_names = type(base), list(all_fields(type(base)))
     for name in overrides:
-        if name not in known:
-            near = suggestion(name, known) or _having(name, base)
-            raise ValueError(f"{kind.__name__} has no field {name!r}{near}; its fields are {', '.join(known) or 'none'}")
+        if name not in field_names:
+            near = suggestion(name, field_names) or _having(name, base)
+            raise ValueError(f"{kind.__name__} has no field {name!r}{near}; its fields are {', '.join(field_names) or 'none'}")
     new = with_values(base, overrides)
     resolve.check(new)
     resolve.check_fits(new)
@@ -116,20 +116,20 @@ def check_env(config: Any, env: Any) -> None:
     several = envs.has_agents(env)
     if config.many_agents in (None, several):
         if has_privileged(env) and not config.privileged:
-            takes = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
-            others = "the method global_state of environments of several agents" if several else takes
+            privileged_names = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
+            alternatives = "the method global_state of environments of several agents" if several else privileged_names
             raise TypeError(
                 f"environment {env_name(env)!r} has a privileged_state, which only critics see, and algorithm {config.name!r} "
-                f"does not take one; use {others}, or envs.Unprivileged(env)"
+                f"does not take one; use {alternatives}, or envs.Unprivileged(env)"
             )
         return
     name = env_name(env)
-    others = [n for n, c in ALGORITHMS.items() if c.many_agents in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
+    alternatives = [n for n, c in ALGORITHMS.items() if c.many_agents in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
     if config.many_agents:
         fact = f"algorithm {config.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
     else:
         fact = f"algorithm {config.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"
-    remedy = f"use {', '.join(sorted(others))}, or another environment"
-    if not others:
+    remedy = f"use {', '.join(sorted(alternatives))}, or another environment"
+    if not alternatives:
         remedy = "no algorithm that learns from data alone trains several agents"
     raise TypeError(f"{fact}; {remedy}")

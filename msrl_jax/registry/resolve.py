@@ -24,7 +24,7 @@ from msrl_jax.configs.checking import check_unused
 from msrl_jax.configs.classes import check_together
 from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
-from msrl_jax.configs.fields import is_option
+from msrl_jax.configs.fields import Config
 from msrl_jax.configs.names import all_fields, value_of
 from msrl_jax.configs.replacing import with_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
@@ -39,13 +39,13 @@ from msrl_jax.registry.table import ALGORITHMS
 
 _SHARES = ("b1", "b2", "adam_b1", "adam_b2", "beta", "decay", "momentum")  # parameters from 0 to below 1
 _PARTS = ("learning_rate", "anneal_learning_rate", "max_grad_norm", "adam_epsilon", "epsilon", "rms_decay")
-_OWN = "an optax.GradientTransformation"
-_MADE = f"{_OWN}, or a function without arguments that returns one"
+_TRANSFORMATION = "an optax.GradientTransformation"
+_FORMS = f"{_TRANSFORMATION}, or a function without arguments that returns one"
 _ONLY_RATES = "a number or a schedule: only the learning rates of {} adapt to the KL divergence"
 
 
 @entry
-def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
+def build(config: Config, env: Environment | MultiAgentEnvironment) -> Agent:
     """Builds the agent of a config for one environment; the numbers of its schedules change over the run.
 
     Args:
@@ -64,18 +64,18 @@ def build(config: Any, env: Environment | MultiAgentEnvironment) -> Agent:
     return scheduled(lambda numbers: with_numbers_of(ready, numbers).build(env), changing)
 
 
-def objects(config: Any) -> Any:
+def objects(config: Config) -> Any:
     """Resolves networks, cores, optimizers and adaptive rates in a config to objects; keeps schedules."""
-    own: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     if not isinstance(network := getattr(config, "network", "auto"), str) or ":" in network:
-        own["network"] = as_network(network)
+        resolved["network"] = as_network(network)
     if (core := getattr(config, "core", None)) is not None:
-        own["core"] = ResolvedCore(core.make if is_option(core) else as_core(core))
-    if _has_optimizer(config) and (optimizer := config.optimizer) not in NAMED:
-        own["optimizer"] = _own_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
+        resolved["core"] = ResolvedCore(as_core(core))
+    if _has_optimizer(config) and (optimizer := value_of(config, "optimizer")) not in NAMED:
+        resolved["optimizer"] = _custom_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
-        own["learning_rate"] = schedules.read_kl(rate)
-    return with_traced(config, own)
+        resolved["learning_rate"] = schedules.read_kl(rate)
+    return with_traced(config, resolved)
 
 
 def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
     return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
-def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
+def check(config: Config) -> dict[str, schedules.ScheduleFunction]:
     """Raises ValueError if a value in a config cannot be resolved; returns its schedules, by field."""
     for name, f in all_fields(config).items():
         value, tunable = value_of(config, name), f.metadata.get("tunable")
@@ -98,16 +98,16 @@ def check(config: Any) -> dict[str, schedules.ScheduleFunction]:
             continue
         if remedy:
             raise ValueError(f"{type(config).__name__}.{name}={shown(value)}: use {remedy}")
-    found = schedules.check(config)
-    usual = {name: f.default for name, f in all_fields(config).items() if name in found}
-    for progress in (0.0, 1.0) if found else ():  # only ramps: functions are not called when fields are compared
-        ramps = {n: schedules.at(x, progress) for n, x in found.items() if isinstance(x, schedules.RampSchedule)}
-        for part in with_options(with_traced(config, usual | ramps)):
+    functions = schedules.check(config)
+    defaults = {name: f.default for name, f in all_fields(config).items() if name in functions}
+    for progress in (0.0, 1.0) if functions else ():  # only ramps: functions are not called when fields are compared
+        ramps = {n: schedules.at(x, progress) for n, x in functions.items() if isinstance(x, schedules.RampSchedule)}
+        for part in with_options(with_traced(config, defaults | ramps)):
             check_together(part)
-    return found
+    return functions
 
 
-def check_fits(config: Any) -> None:
+def check_fits(config: Config) -> None:
     """Raises ValueError if a field differs from its default that the optimizer, learning rate, core or sharing makes unused."""
     if is_custom_optimizer(getattr(config, "optimizer", "adam")):
         because = "on your optimizer, which has its own learning rate, clip and schedule; make it a part of that"
@@ -120,7 +120,7 @@ def check_fits(config: Any) -> None:
         check_unused(config, ("agent_ids",), "with share_parameters=False")
 
 
-def _has_optimizer(config: Any) -> bool:
+def _has_optimizer(config: Config) -> bool:
     return typing.get_type_hints(type(config)).get("optimizer") == OptimizerKind
 
 
@@ -138,11 +138,11 @@ def is_custom_optimizer(optimizer: Any) -> bool:
 def _optimizer_remedy(optimizer: Any) -> str | None:
     """Says what to use instead of an invalid optimizer; None if it may be valid."""
     if not isinstance(optimizer, str):
-        fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needed(optimizer))
-        return None if fits else _MADE
+        fits = isinstance(optimizer, optax.GradientTransformation) or (callable(optimizer) and not _needs_arguments(optimizer))
+        return None if fits else _FORMS
     name, _, text = optimizer.partition(":")
     if name not in NAMED and (":" not in optimizer or "=" in text):
-        return f"one of {', '.join(NAMED)}{checks.suggestion(name, NAMED)}, {_OWN}, or MODULE:NAME of one"
+        return f"one of {', '.join(NAMED)}{checks.suggestion(name, NAMED)}, {_TRANSFORMATION}, or MODULE:NAME of one"
     if name not in NAMED or ":" not in optimizer:
         return None
     return _wrong_parameter(name, text)
@@ -150,15 +150,15 @@ def _optimizer_remedy(optimizer: Any) -> str | None:
 
 def _wrong_parameter(name: str, text: str) -> str | None:
     """Says what to use instead of invalid parameters of a named optimizer."""
-    known, form = _parameters(NAMED[name]), f"{name}:parameter=value,parameter=value"
+    defaults, form = _parameters(NAMED[name]), f"{name}:parameter=value,parameter=value"
     try:
-        given = read_values(text, wrong=form)
+        arguments = read_values(text, wrong=form)
     except ValueError as error:
         return form if str(error) == form else f"{form}; {error}"
-    for key, value in given.items():
-        if key not in known:
-            return f"parameters that {name} of optax has{checks.suggestion(key, known)}: {', '.join(known)}"
-        if isinstance(known[key], bool):
+    for key, value in arguments.items():
+        if key not in defaults:
+            return f"parameters that {name} of optax has{checks.suggestion(key, defaults)}: {', '.join(defaults)}"
+        if isinstance(defaults[key], bool):
             if not isinstance(value, bool):
                 return f"True or False for {key}"
         elif isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -171,11 +171,13 @@ def _wrong_parameter(name: str, text: str) -> str | None:
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the numeric parameters of an optimizer, with their defaults."""
     no_numbers = ("learning_rate", "mask", "dtype", "dimension_numbers")
-    found = inspect.signature(function).parameters
-    return {n: p.default for n, p in found.items() if isinstance(p.default, float | int | None) and not n.endswith(no_numbers)}
+    parameters = inspect.signature(function).parameters
+    return {
+        n: p.default for n, p in parameters.items() if isinstance(p.default, float | int | None) and not n.endswith(no_numbers)
+    }
 
 
-def _needed(function: Callable[..., Any]) -> bool:
+def _needs_arguments(function: Callable[..., Any]) -> bool:
     """Whether a function has required arguments."""
     try:
         inspect.signature(function).bind()
@@ -185,8 +187,9 @@ def _needed(function: Callable[..., Any]) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    is_made = naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needed(value)
-    return is_made or isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+    if isinstance(value, optax.GradientTransformation | optax.MultiSteps):
+        return True
+    return naming.makes(value, lambda kind: issubclass(kind, optax.GradientTransformation)) and not _needs_arguments(value)
 
 
 def _named_optimizer(text: str) -> OptimizerSpec:
@@ -194,33 +197,36 @@ def _named_optimizer(text: str) -> OptimizerSpec:
     return OptimizerSpec(name, tuple(read_values(parameters, wrong=parameters).items()))
 
 
-def _own_optimizer(given: Any) -> optax.GradientTransformation:
+def _custom_optimizer(optimizer: Any) -> optax.GradientTransformation:
     """Makes a custom transformation, which raises clear errors when it is first traced."""
-    what: Any = naming.imported("optimizer", given, _MADE, _is_optimizer, is_made=True) if isinstance(given, str) else given
-    name = f"optimizer={checks.name_of(given)}"
-    if callable(what) and not _needed(what):
-        what = what()
-    if not isinstance(what, optax.GradientTransformation):
-        multi = " (of optax.MultiSteps, its gradient_transformation())" * isinstance(what, optax.MultiSteps)
-        forms = f"{_OWN}{multi}, or a function without arguments that returns one"
-        raise TypeError(f"{name} is a {type(what).__qualname__}; give {forms}")
+    is_text = isinstance(optimizer, str)
+    transform: Any = naming.imported("optimizer", optimizer, _FORMS, _is_optimizer, is_made=True) if is_text else optimizer
+    name = f"optimizer={checks.name_of(optimizer)}"
+    if callable(transform) and not _needs_arguments(transform):
+        transform = transform()
+    if not isinstance(transform, optax.GradientTransformation):
+        multi = " (of optax.MultiSteps, its gradient_transformation())" * isinstance(transform, optax.MultiSteps)
+        raise TypeError(
+            f"{name} is a {type(transform).__qualname__}; give {_TRANSFORMATION}{multi}, or a function without arguments that "
+            "returns one"
+        )
 
     def init(params: Any) -> Any:
         try:
-            state = jax.tree.map(jnp.copy, what.init(params))  # leaves that share an array cannot be donated
-            updates, after = jax.eval_shape(what.update, params, state, params)
+            state = jax.tree.map(jnp.copy, transform.init(params))  # leaves that share an array cannot be donated
+            updates, new_state = jax.eval_shape(transform.update, params, state, params)
         except Exception as error:
             cause = f"{type(error).__name__}: {str(error).strip()}"
             raise ValueError(
-                f"{name} fails: {cause}; it gets gradients, its state, which is of arrays, and parameters, and nothing else"
+                f"{name} fails: {cause}; it gets gradients, its state, a pytree of arrays, and parameters, and nothing else"
             ) from error
-        for what_is, got, wanted in (("updates", updates, params), ("a state", after, state)):
-            if _shapes(got) != _shapes(wanted):
-                like = "the parameters" if what_is == "updates" else "the state that it gets"
-                raise ValueError(f"{name} returns {what_is} of another structure, shape or dtype than {like}")
+        for noun, result, expected in (("updates", updates, params), ("a state", new_state, state)):
+            if _shapes(result) != _shapes(expected):
+                counterpart = "the parameters" if noun == "updates" else "the state that it gets"
+                raise ValueError(f"{name} returns {noun} of another structure, shape or dtype than {counterpart}")
         return state
 
-    return optax.GradientTransformation(init, what.update)
+    return optax.GradientTransformation(init, transform.update)
 
 
 def _shapes(tree: Any) -> Any:

@@ -10,5 +10,5 @@ ALGORITHMS: Registry[type] = Registry("algorithms", DECLARED)
 def check_name(config: type) -> None:
     """Raises ValueError if an algorithm has the name of another one in an optional room."""
     place, name = f"{config.__module__}:{config.__qualname__}", str(getattr(config, "name"))  # noqa: B009
-    if any(n.lower() == name.lower() and other != place for n, other in added("algorithms").items()):
+    if any(n.lower() == name.lower() and registered_place != place for n, registered_place in added("algorithms").items()):
         raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")

@@ -1,4 +1,4 @@
-"""The text of a team: `TEAM=ALGORITHM:field=value,...`, maybe with `agents=PATTERN|...` among the fields."""
+"""The text of a team: `TEAM=ALGORITHM:field=value,...`, optionally with `agents=PATTERN|...` among the fields."""
 
 import contextlib
 from typing import Any
@@ -11,8 +11,8 @@ def split_team(text: Any) -> tuple[str, str]:
     """Splits the text of a team into its name and the rest."""
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
         raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
-    team, _, rest = text.partition("=")
-    return team.strip(), rest.strip()
+    team, _, algorithm = text.partition("=")
+    return team.strip(), algorithm.strip()
 
 
 def read_algorithm(team: str, text: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:

@@ -181,7 +181,7 @@ def check_numbers(**arguments: float) -> None:
             raise ValueError(f"{name}={shown(value)}: use a finite number of at least 0")
 
 
-def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: int) -> int:
+def bytes_on_devices(init: Callable[[], Any], parts: int, name: str, capacity: int) -> int:
     """Returns the bytes of a state; raises ValueError if they exceed the memory of the `parts` devices that it can be split
     over.
     """
@@ -191,7 +191,7 @@ def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: i
     limit = device_memory(devices)
     if limit is not None and nbytes > limit:
         raise ValueError(
-            f"{what} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
+            f"{name} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
             f"have {limit:,} bytes; use capacity={limit * capacity // nbytes} or less, smaller dtypes (storage={{...}}), or "
             f"more devices (and shards)"
         )

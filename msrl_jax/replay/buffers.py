@@ -94,12 +94,12 @@ def uniform(
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin, count = ring.oldest(state.added, state.filled)
 
-        def of_shard(key: jax.Array) -> Indices:
-            which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1), jnp.int32)
-            return Indices((begin + which // ring.envs * ring.stride) % ring.modulus, which % ring.envs)
+        def draw_shard(key: jax.Array) -> Indices:
+            window = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1), jnp.int32)
+            return Indices((begin + window // ring.envs * ring.stride) % ring.modulus, window % ring.envs)
 
         probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
-        return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
+        return jax.vmap(draw_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
 
     return _replay(ring, discount, relabelling, draw)
 
@@ -163,16 +163,16 @@ def prioritized(
         levels = tuple(jnp.zeros((ring.shards, len(x)), jnp.float32) for x in sum_tree.init(rows * ring.envs))
         return Priorities(levels, jnp.ones(ring.shards, jnp.float32))
 
-    def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
+    def insert(state: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
         # Add the windows that an insertion completes, and remove those that it overwrites. Both start in the last T + S - 1
         # steps: the newest S - 1 steps are in the slots of overwritten windows.
-        priorities: Priorities = before.priorities
+        priorities: Priorities = state.priorities
         span = ring.unroll_length + ring.length - 1
         age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride), dtype=jnp.int32) * ring.stride
-        whole = (age >= ring.length) & (age <= filled)
+        is_complete = (age >= ring.length) & (age <= filled)
         first = (added - age) % ring.steps // ring.stride * ring.envs
         first = jnp.where(age <= span, first, sum_tree.NOWHERE)
-        values = jnp.where(whole, priorities.largest[:, None], 0.0)[..., None]
+        values = jnp.where(is_complete, priorities.largest[:, None], 0.0)[..., None]
         values = jnp.broadcast_to(values, (*values.shape[:2], ring.envs))
         tree = jax.vmap(sum_tree.write, (0, None, 0))(priorities.tree, first, values)
         return Priorities(tree, priorities.largest)
@@ -180,7 +180,7 @@ def prioritized(
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin = (state.added - state.filled) % ring.modulus
 
-        def of_shard(tree: sum_tree.Tree, key: jax.Array) -> tuple[Indices, jax.Array]:
+        def draw_shard(tree: sum_tree.Tree, key: jax.Array) -> tuple[Indices, jax.Array]:
             leaf, value = sum_tree.draw(tree, key, per_shard)
             row, env = leaf // ring.envs, leaf % ring.envs
             # The step that this slot holds.
@@ -188,7 +188,7 @@ def prioritized(
             total = sum_tree.total(tree)
             return Indices(step, env), jnp.where(total > 0, value / (ring.shards * total), 1.0)
 
-        return jax.vmap(of_shard)(state.priorities.tree, keys)
+        return jax.vmap(draw_shard)(state.priorities.tree, keys)
 
     def weigh(probability: jax.Array, fraction: jax.Array | float) -> jax.Array:
         if beta is None:
@@ -261,14 +261,14 @@ def _replay(
     draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]],
     weigh: Callable[[jax.Array, Any], jax.Array] = lambda probability, fraction: jnp.ones_like(probability),
     priorities: Callable[[], Any] = tuple,
-    inserted: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: (),
+    new_priorities: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda state, added, filled: (),
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
     axes: Any = None,
 ) -> ReplayBuffer:
     """Makes a buffer from its ring and its sampling functions; the defaults are those of a uniform buffer.
 
     `draw` returns the windows of each shard with their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the
-    initial priorities, and `inserted` those after an insertion; `axes` is a prefix tree of the priorities.
+    initial priorities, and `new_priorities` those after an insertion; `axes` is a prefix tree of the priorities.
     """
 
     def init() -> ReplayState:
@@ -278,40 +278,42 @@ def _replay(
     def insert(state: ReplayState, items: Any) -> ReplayState:
         if relabelling is not None:
             items = number_episodes(ring, state.items, state.added, items)
-        held, lost = ring.insert(state.items, state.added, items)
+        leaves, lost = ring.insert(state.items, state.added, items)
         added = (state.added + ring.unroll_length) % ring.modulus
         filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
-        return ReplayState(held, added, filled, add_saturating(state.lost, lost), inserted(state, added, filled))
+        return ReplayState(leaves, added, filled, add_saturating(state.lost, lost), new_priorities(state, added, filled))
 
-    def offsets(at: Indices) -> jax.Array:
+    def offsets(indices: Indices) -> jax.Array:
         """Returns the offsets of the steps of windows. `[S, b]`"""
-        return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(at.step)))
+        return jnp.broadcast_to(jnp.arange(ring.length, dtype=jnp.int32)[:, None], (ring.length, len(indices.step)))
 
-    def read(held: list[Any], at: Indices, *drawing: Any) -> Any:
+    def read(leaves: list[Any], indices: Indices, *relabel_args: Any) -> Any:
         if discount is None:
-            return ring.take(held, at, jnp.int32(0) if ring.length == 1 else offsets(at), lambda item: item)
-        offset = offsets(at)
-        ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
-        reward = ring.take(held, at, offset, lambda item: item.reward)
+            return ring.take(leaves, indices, jnp.int32(0) if ring.length == 1 else offsets(indices), lambda item: item)
+        offset = offsets(indices)
+        ends = ring.take(leaves, indices, offset, lambda item: (item.terminated, item.truncated))
+        reward = ring.take(leaves, indices, offset, lambda item: item.reward)
         goal: Any = None
         if relabelling is not None:
-            goal, (reward, *ends) = relabel(ring, relabelling, discount, held, at, offset, (reward, *ends), *drawing)
+            goal, (reward, *ends) = relabel(
+                ring, relabelling, discount, leaves, indices, offset, (reward, *ends), *relabel_args
+            )
         reward, last, weight = fold(reward, *ends, discount=discount)
         if last.ndim > 1:  # several agents; one whose sum ends earlier has terminated and needs no successor
             last = last.max(-1)
-        obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
-        next_obs = ring.take(held, at, last, lambda item: item.next_obs)
+        obs, action = ring.take(leaves, indices, jnp.int32(0), lambda item: (item.obs, item.action))
+        next_obs = ring.take(leaves, indices, last, lambda item: item.next_obs)
         if relabelling is not None:
             obs, next_obs = (relabelling.goals.replace(x, goal) for x in (obs, next_obs))
         return NStep(obs, action, reward, weight, next_obs)
 
-    def valid(held: list[Any], at: Indices) -> jax.Array:
+    def valid(leaves: list[Any], indices: Indices) -> jax.Array:
         """Whether all steps of a window are valid, including those after the end of an episode."""
-        return ring.valid(held, at, offsets(at)).all(0)
+        return ring.valid(leaves, indices, offsets(indices)).all(0)
 
     windowed = discount is None and ring.length > 1
 
-    def whole(x: jax.Array, dim: int = 0) -> jax.Array:
+    def merge_shards(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
         return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
 
@@ -322,19 +324,19 @@ def _replay(
                 f"insert {ring.length} before sampling, and learn once `ready(state)`"
             )
         keys = jax.random.split(key, ring.shards)
-        at, probability = draw(state, keys)
-        drawing = ()
+        indices, probability = draw(state, keys)
+        relabel_args = ()
         if relabelling is not None:
-            around = at.step - (state.added - state.filled), state.added - 1 - at.step
-            drawing = tuple(x % ring.modulus for x in around), keys
-        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at, *drawing)
-        experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
-        env = at.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
-        probability = whole(probability)
+            around = indices.step - (state.added - state.filled), state.added - 1 - indices.step
+            relabel_args = tuple(x % ring.modulus for x in around), keys
+        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, indices, *relabel_args)
+        experience = jax.tree.map(lambda x: merge_shards(x, int(windowed)), experience)
+        env = indices.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
+        probability = merge_shards(probability)
         weight = weigh(probability, fraction)
         if ring.may_be_absent:
-            weight = jnp.where(whole(jax.vmap(valid)(state.items, at)), weight, 0.0)
-        return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
+            weight = jnp.where(merge_shards(jax.vmap(valid)(state.items, indices)), weight, 0.0)
+        return Sample(experience, Indices(merge_shards(indices.step), merge_shards(env)), probability, weight)
 
     def windows(state: ReplayState) -> jax.Array:
         return ring.oldest(state.added, state.filled)[1]
@@ -343,8 +345,8 @@ def _replay(
         return jnp.minimum(windows(state), jnp.iinfo(jnp.int32).max // ring.num_envs) * ring.num_envs
 
     def report(state: ReplayState) -> dict[str, jax.Array]:
-        held = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
-        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.codecs) else {})
+        metrics = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
+        return metrics | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.codecs) else {})
 
     capacity = ring.steps * ring.num_envs
     state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes or P())  # pyright: ignore
@@ -367,11 +369,9 @@ def _replay(
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
-    """Returns the `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has
-    none.
-    """
-    others: dict[str, str | None] = {}
+    """Returns the `storage` of a buffer whose observations have a codec; their masks and other fields have none."""
+    no_codecs: dict[str, str | None] = {}
     while isinstance(obs, JointObservation | MaskedObservation | PrivilegedObservation):
-        others |= dict.fromkeys(obs._fields[1:])
+        no_codecs |= dict.fromkeys(obs._fields[1:])
         obs = obs.obs
-    return None if codec is None else {"obs": codec, "next_obs": codec, **others}
+    return None if codec is None else {"obs": codec, "next_obs": codec, **no_codecs}

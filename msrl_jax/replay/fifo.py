@@ -81,8 +81,8 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         batches = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), example)
         return FifoState(batches, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
-    def at(state: FifoState, place: jax.Array) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), state.batches)
+    def read_slot(state: FifoState, slot: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), state.batches)
 
     def insert(state: FifoState, batch: Any) -> FifoState:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
@@ -90,20 +90,20 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
             raise ValueError(f"a batch is {shapes}, but the queue takes {example}; make the queue with this batch")
         full = state.length == capacity
         # A full queue rewrites its current batch: selecting between two whole states would copy them.
-        place = (state.first + state.length) % capacity
-        kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
-        batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept)
+        slot = (state.first + state.length) % capacity
+        new_batch = jax.tree.map(lambda old, new: jnp.where(full, old, new), read_slot(state, slot), batch)
+        batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, slot, 0), state.batches, new_batch)
         refused = add_saturating(state.refused, full.astype(jnp.int32))
         return FifoState(batches, state.first, jnp.minimum(state.length + 1, capacity), refused)
 
     def pop(state: FifoState) -> tuple[FifoState, Any]:
-        some = state.length > 0
-        after = state._replace(first=(state.first + some) % capacity, length=state.length - some)
-        return after, at(state, state.first)
+        has_batch = state.length > 0
+        new_state = state._replace(first=(state.first + has_batch) % capacity, length=state.length - has_batch)
+        return new_state, read_slot(state, state.first)
 
     def sample(state: FifoState, key: jax.Array) -> Any:
-        which = jax.random.randint(key, (), 0, jnp.maximum(state.length, 1), jnp.int32)
-        return at(state, (state.first + which) % capacity)
+        offset = jax.random.randint(key, (), 0, jnp.maximum(state.length, 1), jnp.int32)
+        return read_slot(state, (state.first + offset) % capacity)
 
     axes = P(None, "env") if axes is None else axes
     batch_axes = jax.tree.map(lambda a: P(None, *(a or ())), axes, is_leaf=lambda a: a is None or isinstance(a, P))

@@ -68,7 +68,7 @@ class Stacks:
             jnp.full(lead, GONE, jnp.int32),
         )
 
-    def insert(self, held: Frames, row: jax.Array, obs: jax.Array, next_obs: jax.Array) -> tuple[Frames, jax.Array]:
+    def insert(self, state: Frames, row: jax.Array, obs: jax.Array, next_obs: jax.Array) -> tuple[Frames, jax.Array]:
         """Adds steps `[T, E/G, ...]` to the arrays of a shard, at `row`; also returns which steps are lost, `[T, E/G]`.
 
         A step is lost if its `next_obs` is not its `obs` with one new frame. A step that leaves the ring counts as lost if its
@@ -76,39 +76,39 @@ class Stacks:
         """
         n, width = self.frames, obs.shape[-1] // self.frames
         follows = _equal(obs[..., width:], next_obs[..., :-width])
-        before = jnp.concatenate([held.last[None], next_obs[:-1]])
-        is_kept = jnp.concatenate([held.position[(row - 1) % self.steps][None] != GONE, follows[:-1]])
-        new = jnp.where(_equal(obs, before) & is_kept, jnp.int32(1), jnp.int32(n + 1))
-        newest = held.pushed + jnp.cumsum(new, 0, jnp.int32) - 2  # of `obs`; that of `next_obs` comes after it
+        previous_obs = jnp.concatenate([state.last[None], next_obs[:-1]])
+        is_kept = jnp.concatenate([state.position[(row - 1) % self.steps][None] != GONE, follows[:-1]])
+        new = jnp.where(_equal(obs, previous_obs) & is_kept, jnp.int32(1), jnp.int32(n + 1))
+        newest = state.pushed + jnp.cumsum(new, 0, jnp.int32) - 2  # of `obs`; that of `next_obs` comes after it
 
         stack = newest + jnp.arange(1 - n, 1, dtype=jnp.int32)[:, None, None]
         stack = jnp.where(new == 1, self.size, stack % self.size)  # frames that the ring has are not written again
-        at = jnp.concatenate([stack, (newest + 1)[None] % self.size])
+        slots = jnp.concatenate([stack, (newest + 1)[None] % self.size])
         frames = [obs[..., k * width : (k + 1) * width] for k in range(n)] + [next_obs[..., -width:]]
         vectors = jnp.stack([frame.reshape(*frame.shape[:2], -1) for frame in frames])
-        ring = held.ring.at[at, jnp.arange(obs.shape[1])].set(vectors, mode="drop")
+        ring = state.ring.at[slots, jnp.arange(obs.shape[1])].set(vectors, mode="drop")
 
-        leaves = jax.lax.dynamic_slice_in_dim(held.position, row, self.unroll_length)
-        lost = ~follows | ((leaves != GONE) & ~self._remains(held.pushed, leaves))
+        leaves = jax.lax.dynamic_slice_in_dim(state.position, row, self.unroll_length)
+        lost = ~follows | ((leaves != GONE) & ~self._remains(state.pushed, leaves))
         position = jnp.where(follows, newest % self.modulus, GONE)
-        position = jax.lax.dynamic_update_slice_in_dim(held.position, position, row, 0)
+        position = jax.lax.dynamic_update_slice_in_dim(state.position, position, row, 0)
         return Frames(ring, (newest[-1] + 2) % self.modulus, next_obs[-1], position), lost
 
-    def remains(self, held: Frames, rows: jax.Array, envs: jax.Array) -> jax.Array:
+    def remains(self, state: Frames, rows: jax.Array, envs: jax.Array) -> jax.Array:
         """Whether the frames of steps are there. Arrays of a shard; `[..., b]` bool"""
-        return self._remains(held.pushed[envs], held.position[rows, envs])
+        return self._remains(state.pushed[envs], state.position[rows, envs])
 
     def _remains(self, pushed: jax.Array, position: jax.Array) -> jax.Array:
         return (position != GONE) & ((pushed - position) % self.modulus <= self.size - self.frames + 1)
 
-    def read(self, held: Frames, rows: jax.Array, envs: jax.Array, later: int) -> jax.Array:
+    def read(self, state: Frames, rows: jax.Array, envs: jax.Array, later: int) -> jax.Array:
         """Returns the stacks that end at steps' positions, or `later` by one frame. Arrays of a shard; `[..., b, *stack]`"""
-        newest = held.position[rows, envs] + later
-        at = (newest[..., None] + jnp.arange(1 - self.frames, 1, dtype=jnp.int32)) % self.size
-        frames = held.ring.at[at, envs[..., None]].get(mode="promise_in_bounds")
+        newest = state.position[rows, envs] + later
+        slots = (newest[..., None] + jnp.arange(1 - self.frames, 1, dtype=jnp.int32)) % self.size
+        frames = state.ring.at[slots, envs[..., None]].get(mode="promise_in_bounds")
         frames = jax.lax.optimization_barrier(frames)  # XLA's CPU compiler takes minutes for a user that it fuses with this
-        shape = held.last.shape[1:]
-        return interleave(frames.reshape(*at.shape, -1, shape[-1] // self.frames)).reshape(*rows.shape, *shape)
+        shape = state.last.shape[1:]
+        return interleave(frames.reshape(*slots.shape, -1, shape[-1] // self.frames)).reshape(*rows.shape, *shape)
 
 
 def interleave(frames: jax.Array) -> jax.Array:
@@ -117,11 +117,11 @@ def interleave(frames: jax.Array) -> jax.Array:
     Bytes of two or four frames are put into words, since XLA's CPU compiler does not vectorize a transposition of bytes.
     """
     *lead, n, pixels, channels = frames.shape
-    each = [frames[..., k, :, :] for k in range(n)]
+    planes = [frames[..., k, :, :] for k in range(n)]
     if frames.dtype != jnp.uint8 or channels > 1 or n not in (2, 4):
-        return jnp.concatenate(each, -1)
+        return jnp.concatenate(planes, -1)
     word = jnp.uint16 if n == 2 else jnp.uint32
-    packed = sum((x.squeeze(-1).astype(word) << 8 * k for k, x in enumerate(each)), jnp.zeros((), word))
+    packed = sum((x.squeeze(-1).astype(word) << 8 * k for k, x in enumerate(planes)), jnp.zeros((), word))
     return jax.lax.bitcast_convert_type(packed, jnp.uint8).reshape(*lead, pixels, n)
 
 
@@ -130,7 +130,7 @@ def _equal(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a == b).all(tuple(range(2, a.ndim)))
 
 
-def paired(paths: list[tuple[Any, ...]], frames: list[int], steps: int, unroll_length: int) -> tuple[Stacks, ...]:
+def pair_stacks(paths: list[tuple[Any, ...]], frames: list[int], steps: int, unroll_length: int) -> tuple[Stacks, ...]:
     """Pairs the leaves in `obs` that are stacks with those in `next_obs`; `frames` is 0 for other leaves.
 
     Raises ValueError if one of a pair is missing.
@@ -141,13 +141,13 @@ def paired(paths: list[tuple[Any, ...]], frames: list[int], steps: int, unroll_l
         if not frames[leaf]:
             continue
         first = path[0]
-        other = {"obs": "next_obs", "next_obs": "obs"}.get(getattr(first, "name", ""))
-        partner = leaf_at.get((type(first)(other), *path[1:])) if other else None
+        partner_field = {"obs": "next_obs", "next_obs": "obs"}.get(getattr(first, "name", ""))
+        partner = leaf_at.get((type(first)(partner_field), *path[1:])) if partner_field else None
         if partner is None or frames[partner] != frames[leaf]:
             raise ValueError(
                 f"storage keeps item{jax.tree_util.keystr(path)} as frame_stack({frames[leaf]}), which needs both obs and "
                 "next_obs of a msrl_jax.replay.Transition; give it for both, or use another codec"
             )
-        if other == "next_obs":
+        if partner_field == "next_obs":
             pairs.append(Stacks(leaf, partner, frames[leaf], steps, unroll_length))
     return tuple(pairs)

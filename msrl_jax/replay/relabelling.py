@@ -61,18 +61,18 @@ def with_episodes(example: Any, relabelling: Relabelling | None, discount: float
     return example._replace(episode=jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def number_episodes(ring: Ring, held: list[Any], added: jax.Array, items: Any) -> Any:
+def number_episodes(ring: Ring, leaves: list[Any], added: jax.Array, items: Any) -> Any:
     """Adds episode numbers to items `[T, E, ...]`; they continue those in the buffer and wrap around.
 
     The lowest bit marks the last step of an episode. Insertion therefore reads only the leaf that it writes these numbers to: a
     leaf that is read and overwritten would be copied.
     """
 
-    def newest(held: list[Any]) -> jax.Array:
-        at = Indices(jnp.broadcast_to(added - 1, (ring.envs,)), jnp.arange(ring.envs, dtype=jnp.int32))
-        return ring.take(held, at, jnp.int32(0), lambda item: item.episode)
+    def newest(leaves: list[Any]) -> jax.Array:
+        indices = Indices(jnp.broadcast_to(added - 1, (ring.envs,)), jnp.arange(ring.envs, dtype=jnp.int32))
+        return ring.take(leaves, indices, jnp.int32(0), lambda item: item.episode)
 
-    last, ends = jax.vmap(newest)(held).reshape(ring.num_envs), items.terminated | items.truncated
+    last, ends = jax.vmap(newest)(leaves).reshape(ring.num_envs), items.terminated | items.truncated
     number = jnp.cumsum(jnp.concatenate([((last >> 1) + (last & 1))[None], ends[:-1]]), 0, dtype=jnp.int32)
     return items._replace(episode=2 * number + ends)
 
@@ -81,8 +81,8 @@ def relabel(
     ring: Ring,
     relabelling: Relabelling,
     discount: float | jax.Array,
-    held: list[Any],
-    at: Indices,
+    leaves: list[Any],
+    indices: Indices,
     offset: jax.Array,
     steps: tuple[jax.Array, ...],
     around: tuple[jax.Array, jax.Array],
@@ -94,11 +94,11 @@ def relabel(
       ring: the ring.
       relabelling: how to relabel.
       discount: the discount factor per step, for "geometric".
-      held: the leaves of a shard. `[L, E/G, ...]`
-      at: the first steps of the windows. `[b]`
+      leaves: the leaves of a shard. `[L, E/G, ...]`
+      indices: the first steps of the windows. `[b]`
       offset: the offsets of the steps of windows from these. `[S, b]`
       steps: the rewards, `terminated` and `truncated` of the steps. `[S, b]` each
-      around: the numbers of steps that the ring holds before and after `at`. `[b]` int32 each
+      around: the numbers of steps that the ring holds before and after `indices`. `[b]` int32 each
       key: the key with which the windows were drawn.
 
     Returns:
@@ -106,56 +106,56 @@ def relabel(
       terminated for a reason other than the old goal. A step that ends an episode but no longer terminates is truncated.
     """
     goals = relabelling.goals
-    whether, which = jax.random.split(key_for("goals", key))
-    whether = jax.random.uniform(whether, at.step.shape, jnp.float32) < relabelling.share
-    chosen = _choose(ring, relabelling.by, discount, held, at, around, which)
-    goal = ring.take(held, at, chosen, lambda item: goals.achieved(item.next_obs))
-    desired = ring.take(held, at, jnp.int32(0), lambda item: goals.desired(item.obs))
-    achieved = ring.take(held, at, offset, lambda item: goals.achieved(item.next_obs))
-    of_goal = jax.vmap(jax.vmap(goals.reward), (0, None))
+    mask_key, choice_key = jax.random.split(key_for("goals", key))
+    is_relabelled = jax.random.uniform(mask_key, indices.step.shape, jnp.float32) < relabelling.share
+    goal_offset = _choose_offset(ring, relabelling.by, discount, leaves, indices, around, choice_key)
+    goal = ring.take(leaves, indices, goal_offset, lambda item: goals.achieved(item.next_obs))
+    desired = ring.take(leaves, indices, jnp.int32(0), lambda item: goals.desired(item.obs))
+    achieved = ring.take(leaves, indices, offset, lambda item: goals.achieved(item.next_obs))
+    rewards_of = jax.vmap(jax.vmap(goals.reward), (0, None))
     _, terminated, truncated = steps
-    new_reward, ends = of_goal(achieved, goal)
-    ends |= terminated & ~of_goal(achieved, desired)[1]
+    new_reward, ends = rewards_of(achieved, goal)
+    ends |= terminated & ~rewards_of(achieved, desired)[1]
     new = new_reward, ends, (terminated | truncated) & ~ends
 
     def pick(x: Any, old: Any) -> Any:
-        return jax.vmap(jax.lax.select)(whether, x, old)
+        return jax.vmap(jax.lax.select)(is_relabelled, x, old)
 
-    return jax.tree.map(pick, goal, desired), tuple(jnp.where(whether, x, old) for x, old in zip(new, steps, strict=True))
+    return jax.tree.map(pick, goal, desired), tuple(jnp.where(is_relabelled, x, old) for x, old in zip(new, steps, strict=True))
 
 
-def _choose(
+def _choose_offset(
     ring: Ring,
-    by: Strategy,
+    strategy: Strategy,
     discount: float | jax.Array,
-    held: list[Any],
-    at: Indices,
+    leaves: list[Any],
+    indices: Indices,
     around: tuple[jax.Array, jax.Array],
     key: jax.Array,
 ) -> jax.Array:
-    """How many steps after `at` the step is whose achieved goal is used. `[b]` int32"""
+    """Returns how many steps after `indices` the step is whose achieved goal is used. `[b]` int32"""
 
     def number(offset: int | jax.Array) -> jax.Array:
-        return ring.take(held, at, jnp.asarray(offset), lambda item: item.episode) >> 1
+        return ring.take(leaves, indices, jnp.asarray(offset), lambda item: item.episode) >> 1
 
-    own = number(0)
+    episode = number(0)
 
     def reach(direction: int, limit: jax.Array) -> jax.Array:
         """Returns the number of steps of the same episode in a direction, at most `limit`. `[b]`"""
-        found = jnp.zeros_like(limit)
+        distance = jnp.zeros_like(limit)
         for bit in reversed(range((ring.steps - 1).bit_length())):
-            tried = found + 2**bit
-            found = jnp.where((tried <= limit) & (number(direction * tried) == own), tried, found)
-        return found
+            candidate = distance + 2**bit
+            distance = jnp.where((candidate <= limit) & (number(direction * candidate) == episode), candidate, distance)
+        return distance
 
-    before, after = around
-    after = reach(1, after)
-    if by == "final":
-        return after
-    if by == "geometric":
-        return geometric(jax.random.uniform(key, after.shape, jnp.float32), after + 1, discount)
-    first = -reach(-1, before) if by == "episode" else jnp.zeros_like(after)
-    return jax.random.randint(key, after.shape, first, after + 1, jnp.int32)
+    num_before, num_after = around
+    num_after = reach(1, num_after)
+    if strategy == "final":
+        return num_after
+    if strategy == "geometric":
+        return geometric(jax.random.uniform(key, num_after.shape, jnp.float32), num_after + 1, discount)
+    first = -reach(-1, num_before) if strategy == "episode" else jnp.zeros_like(num_after)
+    return jax.random.randint(key, num_after.shape, first, num_after + 1, jnp.int32)
 
 
 def geometric(fraction: jax.Array, count: jax.Array, discount: float | jax.Array) -> jax.Array:
@@ -164,5 +164,5 @@ def geometric(fraction: jax.Array, count: jax.Array, discount: float | jax.Array
     The inverse of the distribution function `(1 - discount ** (k + 1)) / (1 - discount ** count)`. `[...]` int32
     """
     rate = jnp.log(jnp.asarray(discount, jnp.float32))
-    drawn = jnp.where(rate < 0, jnp.log1p(fraction * jnp.expm1(count * rate)) / rate, fraction * count)
-    return jnp.clip(drawn.astype(jnp.int32), 0, count - 1)
+    number = jnp.where(rate < 0, jnp.log1p(fraction * jnp.expm1(count * rate)) / rate, fraction * count)
+    return jnp.clip(number.astype(jnp.int32), 0, count - 1)

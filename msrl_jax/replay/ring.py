@@ -14,13 +14,13 @@ from msrl_jax.fragments import codecs
 from msrl_jax.fragments.codecs import Codec
 from msrl_jax.fragments.support.checks import suggestion, whole
 from msrl_jax.replay.base import Indices, Transition, check_numbers
-from msrl_jax.replay.frames import Stacks, paired
+from msrl_jax.replay.frames import Stacks, pair_stacks
 
 Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last matching name on a path wins."""
 
 
-def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
+def _vmap_over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """Applies `vmap` over `dims` leading dimensions."""
     for _ in range(dims):
         fn = jax.vmap(fn)
@@ -32,29 +32,29 @@ def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
         raise ValueError("the example of an item has no leaves; pass a pytree of arrays")
-    used: list[Codec | None] = []
+    leaf_codecs: list[Codec | None] = []
     names: set[str] = set()
     storage = storage or {}
     for path, x in leaves:
         parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
         names.update(parts)
-        found = [name for name in storage if name in parts]
-        chosen = storage[found[-1]] if found else None
-        c = None if chosen is None else codecs.get(chosen, stored=True)
-        if c and c.frames and x.ndim and x.shape[-1] % c.frames == 0:
-            used.append(c)
+        names_on_path = [name for name in storage if name in parts]
+        codec_name = storage[names_on_path[-1]] if names_on_path else None
+        codec = None if codec_name is None else codecs.get(codec_name, stored=True)
+        if codec and codec.frames and x.ndim and x.shape[-1] % codec.frames == 0:
+            leaf_codecs.append(codec)
             continue
-        if c and (c.frames or not c.takes(x)):
-            what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
-            if c.name == np.dtype(x.dtype).name:
-                raise ValueError(f"{what}: {leaf} is already {c.name}; remove it")
+        if codec and (codec.frames or not codec.takes(x)):
+            place, leaf = f"storage={{{names_on_path[-1]!r}: {codec.name!r}}}", f"item{jax.tree_util.keystr(path)}"
+            if codec.name == np.dtype(x.dtype).name:
+                raise ValueError(f"{place}: {leaf} is already {codec.name}; remove it")
             fit = "".join(f", or use {name}" for name, other in codecs.CODECS.items() if other.takes(x) and not other.changes)
-            raise ValueError(f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; remove it{fit}")
-        used.append(c)
+            raise ValueError(f"{place}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; remove it{fit}")
+        leaf_codecs.append(codec)
     for name in storage:
         if name not in names:
             raise ValueError(f"storage has {name!r}{suggestion(name, names)}, which is not in an item; it has {sorted(names)}")
-    return tuple(used)
+    return tuple(leaf_codecs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,45 +93,45 @@ class Ring:
         """All-zero leaves that hold the items. `[G, L, E/G, ...]`"""
         lead, leaves = (self.shards, self.steps, self.envs), zip(self.codecs, jax.tree.leaves(self.example), strict=True)
         packed = [() if c and c.frames else jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
-        held = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
+        ring_leaves = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
         for stacks in self.stacks:
-            held[stacks.obs] = stacks.empty(lead, jax.tree.leaves(self.example)[stacks.obs])
-        return held
+            ring_leaves[stacks.obs] = stacks.empty(lead, jax.tree.leaves(self.example)[stacks.obs])
+        return ring_leaves
 
-    def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
+    def insert(self, ring_leaves: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
         """Overwrites the oldest steps with items `[T, E, ...]`; also returns the number lost in each shard, `[G]`."""
         self._check(items)
 
-        def by_shard(x: jax.Array) -> jax.Array:
+        def split_shards(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
         lost = jnp.zeros((self.shards, self.unroll_length, self.envs), bool)
-        row, leaves, new = added % self.steps, [by_shard(x) for x in jax.tree.leaves(items)], list(held)
+        row, leaves, new = added % self.steps, [split_shards(x) for x in jax.tree.leaves(items)], list(ring_leaves)
         for leaf, (c, x) in enumerate(zip(self.codecs, leaves, strict=True)):
             if c and c.frames:
                 continue
-            packed = _over(c.encode, 3)(x) if c else x
-            new[leaf] = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, 1), held[leaf], packed)
-            lost |= ~_over(c.holds, 3)(x) if c and c.holds else False
+            packed = _vmap_over(c.encode, 3)(x) if c else x
+            new[leaf] = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, 1), ring_leaves[leaf], packed)
+            lost |= ~_vmap_over(c.holds, 3)(x) if c and c.holds else False
         for stacks in self.stacks:
             insert = jax.vmap(stacks.insert, (0, None, 0, 0))
-            new[stacks.obs], gone = insert(held[stacks.obs], row, leaves[stacks.obs], leaves[stacks.next_obs])
-            lost |= gone
+            new[stacks.obs], lost_frames = insert(ring_leaves[stacks.obs], row, leaves[stacks.obs], leaves[stacks.next_obs])
+            lost |= lost_frames
         return new, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
         lead = self.unroll_length, self.num_envs
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.example)
-        if jax.tree.structure(items) != jax.tree.structure(wanted):
-            raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(wanted)}")
-        for (path, x), want in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(wanted), strict=True):
-            if x.shape != want.shape or x.dtype != want.dtype:
+        expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.example)
+        if jax.tree.structure(items) != jax.tree.structure(expected):
+            raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(expected)}")
+        for (path, x), expected_leaf in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(expected), strict=True):
+            if x.shape != expected_leaf.shape or x.dtype != expected_leaf.dtype:
                 raise ValueError(
                     f"items{jax.tree_util.keystr(path)} is {x.dtype}{list(x.shape)}, but the buffer takes "
-                    f"{want.dtype}{list(want.shape)}, [unroll_length, num_envs, ...] of its example"
+                    f"{expected_leaf.dtype}{list(expected_leaf.shape)}, [unroll_length, num_envs, ...] of its example"
                 )
 
-    def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
+    def take(self, leaves: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
         """Reads a selection of the items `offset` `[..., b]` steps after `indices` `[b]` from a shard `[L, E/G, ...]`."""
         rows, envs = self._rows(indices, offset)
         kinds, tree = jax.tree.flatten(self.example)
@@ -140,12 +140,12 @@ class Ring:
         def read(leaf: int) -> jax.Array:
             for stacks in self.stacks:
                 if leaf in (stacks.obs, stacks.next_obs):
-                    return stacks.read(held[stacks.obs], rows, envs, later=int(leaf == stacks.next_obs))
-            packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
+                    return stacks.read(leaves[stacks.obs], rows, envs, later=int(leaf == stacks.next_obs))
+            packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), leaves[leaf])
             if (codec := self.codecs[leaf]) is None:
                 return packed
             aval = ShapedArray(kinds[leaf].shape, kinds[leaf].dtype)
-            return _over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
+            return _vmap_over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
 
@@ -154,14 +154,14 @@ class Ring:
         """Whether some stored steps may be invalid."""
         return bool(self.stacks) or getattr(self.example, "valid", None) is not None
 
-    def valid(self, held: list[Any], indices: Indices, offset: jax.Array) -> jax.Array:
+    def valid(self, leaves: list[Any], indices: Indices, offset: jax.Array) -> jax.Array:
         """Whether the steps `offset` `[..., b]` after `indices` `[b]` of a shard are valid and whole."""
         rows, envs = self._rows(indices, offset)
         is_valid = jnp.ones(rows.shape, bool)
         if getattr(self.example, "valid", None) is not None:
-            is_valid = self.take(held, indices, offset, lambda item: item.valid)
+            is_valid = self.take(leaves, indices, offset, lambda item: item.valid)
         for stacks in self.stacks:
-            is_valid &= stacks.remains(held[stacks.obs], rows, envs)
+            is_valid &= stacks.remains(leaves[stacks.obs], rows, envs)
         return is_valid
 
     def _rows(self, indices: Indices, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -190,47 +190,47 @@ def make_ring(
     min_size, shards = (x if x is None else whole(name, x) for name, x in (("min_size", min_size), ("shards", shards)))
     if discount is not None:
         check_numbers(discount=discount)
-        if missing := [field for field in Transition._fields[:6] if not hasattr(example, field)]:
+        if missing_fields := [field for field in Transition._fields[:6] if not hasattr(example, field)]:
             raise ValueError(
-                f"discount={discount} requires n-step transitions, but the example has no {', '.join(missing)}; "
+                f"discount={discount} requires n-step transitions, but the example has no {', '.join(missing_fields)}; "
                 f"pass a msrl_jax.replay.Transition, or discount=None"
             )
-    both = math.gcd(num_envs, batch_size)
-    shards = math.gcd(both, 8) if shards is None else shards
-    if both % shards:
+    divisor = math.gcd(num_envs, batch_size)
+    shards = math.gcd(divisor, 8) if shards is None else shards
+    if divisor % shards:
         raise ValueError(
-            f"shards={shards} does not divide both num_envs={num_envs} and batch_size={batch_size}; use a divisor of {both}"
+            f"shards={shards} does not divide both num_envs={num_envs} and batch_size={batch_size}; use a divisor of {divisor}"
         )
     unit = math.lcm(unroll_length, stride)
     steps = capacity // num_envs // unit * unit
     # The largest distance from the oldest step to the first window start, and the fewest windows in a full ring.
     lag = stride - math.gcd(stride, unroll_length)
-    fewest = max((steps - lag - length) // stride + 1, 0) * num_envs
+    min_windows = max((steps - lag - length) // stride + 1, 0) * num_envs
     # Steps that contain a batch of windows if a window starts at the first; it does unless the buffer is full (step 0).
     steps_of_batch = length + (-(-batch_size // num_envs) - 1) * stride
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
-    used = _codecs_of(example, storage)
-    what = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
-    enough = num_envs * -(-(steps_of_batch + lag) // unit) * unit
+    leaf_codecs = _codecs_of(example, storage)
+    fact = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
+    min_capacity = num_envs * -(-(steps_of_batch + lag) // unit) * unit
     if steps < length:
         raise ValueError(
-            f"{what} (in whole multiples of {unit}: unroll_length={unroll_length}, stride={stride}), but a window is "
-            f"length={length} steps long; use a capacity of at least {enough}, or shorter windows"
+            f"{fact} (in whole multiples of {unit}: unroll_length={unroll_length}, stride={stride}), but a window is "
+            f"length={length} steps long; use a capacity of at least {min_capacity}, or shorter windows"
         )
-    if fewest < batch_size:
+    if min_windows < batch_size:
         raise ValueError(
-            f"{what}, which is {fewest} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of at "
-            f"least {enough}, or smaller batches"
+            f"{fact}, which is {min_windows} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of "
+            f"at least {min_capacity}, or smaller batches"
         )
     if steps * num_envs // shards > 2**30:
-        raise ValueError(f"{what}, which exceeds 32-bit counts; use a smaller capacity, or more shards")
-    serves = -(-steps_of_batch // unroll_length) * unroll_length
-    if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:
+        raise ValueError(f"{fact}, which exceeds 32-bit counts; use a smaller capacity, or more shards")
+    steps_needed = -(-steps_of_batch // unroll_length) * unroll_length
+    if min_size is not None and not steps_needed * num_envs <= min_size <= steps * num_envs:
         raise ValueError(
-            f"min_size={min_size}: a batch of {batch_size} windows of length={length} needs {serves * num_envs} steps of all "
-            f"environments, and the buffer holds {steps * num_envs}; use a number between these"
+            f"min_size={min_size}: a batch of {batch_size} windows of length={length} needs {steps_needed * num_envs} steps of "
+            f"all environments, and the buffer holds {steps * num_envs}; use a number between these"
         )
-    min_steps = serves if min_size is None else -(-min_size // num_envs)
-    frames, paths = [c.frames if c else 0 for c in used], [path for path, _ in jax.tree.leaves_with_path(example)]
-    stacks = paired(paths, frames, steps, unroll_length)
-    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, used, stacks, min_steps)
+    min_steps = steps_needed if min_size is None else -(-min_size // num_envs)
+    frames, paths = [c.frames if c else 0 for c in leaf_codecs], [path for path, _ in jax.tree.leaves_with_path(example)]
+    stacks = pair_stacks(paths, frames, steps, unroll_length)
+    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, leaf_codecs, stacks, min_steps)

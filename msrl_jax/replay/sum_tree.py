@@ -75,15 +75,15 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     for level in reversed(tree):
         children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
         # A matrix product is much faster than a cumulative sum on a CPU; accelerators would round at lower precision.
-        before = jnp.dot(children, preceding, precision=jax.lax.Precision.HIGHEST)
-        total = before[:, -1] + children[:, -1]
+        sum_before = jnp.dot(children, preceding, precision=jax.lax.Precision.HIGHEST)
+        total = sum_before[:, -1] + children[:, -1]
         goal = target * total
         # The first child above 0 always qualifies. If rounding moves the goal past all children, the last above 0 is picked.
-        pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES, dtype=jnp.int32), 0), 1)
+        pick = jnp.max(jnp.where((sum_before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES, dtype=jnp.int32), 0), 1)
         value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
-        before = jnp.take_along_axis(before, pick[:, None], 1)[:, 0]
+        sum_before = jnp.take_along_axis(sum_before, pick[:, None], 1)[:, 0]
         bits = bits * jnp.uint32(1664525) + jnp.uint32(1013904223)  # a linear congruential generator is good enough here
-        rest = (bits >> 8).astype(jnp.float32) * 2**-48 * total
-        target = jnp.clip((goal - before + rest) / value, 0.0, 1.0)
+        low_bits = (bits >> 8).astype(jnp.float32) * 2**-48 * total
+        target = jnp.clip((goal - sum_before + low_bits) / value, 0.0, 1.0)
         node = node * BRANCHES + pick
     return node, value

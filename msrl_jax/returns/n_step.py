@@ -44,8 +44,8 @@ def n_step_return(
     is_last = last_steps(terminated, truncated)
 
     def extend(returns, _):
-        after = jnp.concatenate([returns[1:], returns[-1:]])
-        return jnp.where(is_last, one_step, reward + discount * after), None
+        next_returns = jnp.concatenate([returns[1:], returns[-1:]])
+        return jnp.where(is_last, one_step, reward + discount * next_returns), None
 
     return jax.lax.scan(extend, one_step, None, length=num_steps - 1)[0]
 

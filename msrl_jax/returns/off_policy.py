@@ -64,8 +64,8 @@ def vtrace(
     if valid is not None:
         delta, ends = jnp.where(valid, delta, 0.0), ends | ~valid
     correction = backward_sums(delta, jnp.where(ends, 0.0, discount * lambda_ * jnp.minimum(clip_c, ratio)))
-    after = jnp.concatenate([correction[1:], correction[-1:]])
-    next_target = next_value + jnp.where(ends, 0.0, after)
+    next_correction = jnp.concatenate([correction[1:], correction[-1:]])
+    next_target = next_value + jnp.where(ends, 0.0, next_correction)
     advantage = jnp.minimum(clip_pg_rho, ratio) * errors(reward, value, next_target, terminated, discount)
     return VTrace(value + correction, advantage)
 

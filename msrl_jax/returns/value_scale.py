@@ -37,13 +37,13 @@ class ValueScale(NamedTuple):
         """Adds the targets `[T, E]` or `[T, E, A]` in the mask `counts`, all if None; an empty mask changes nothing."""
         axes = tuple(range(target.ndim - self.root.ndim))
         number = target.size // self.root.size if counts is None else counts.sum(axes)
-        old, added = self.root, _root_mean_square(target, counts, number, axes)
+        old, batch_root = self.root, _root_mean_square(target, counts, number, axes)
         weight = _DECAY * self.weight + (1 - _DECAY)
         share = (1 - _DECAY) / weight
         # The difference of the squares, divided by the sum of the roots; in halves, which do not overflow.
-        after = jnp.hypot(jnp.sqrt(1 - share) * old, jnp.sqrt(share) * added)
-        between = (added / 2 + old / 2) / jnp.maximum(after / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
-        root, rest = compensated_sum(old, share * (added - old) * between, self.rest)
+        new_root = jnp.hypot(jnp.sqrt(1 - share) * old, jnp.sqrt(share) * batch_root)
+        ratio = (batch_root / 2 + old / 2) / jnp.maximum(new_root / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
+        root, rest = compensated_sum(old, share * (batch_root - old) * ratio, self.rest)
         new = ValueScale(root, weight, rest)
         return new if counts is None else ValueScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
 

@@ -28,7 +28,7 @@ from msrl_jax.loops.minibatches import shuffle
 from msrl_jax.loops.trajectory import Trajectory
 from msrl_jax.losses.values import value_loss
 from msrl_jax.networks.layers import dense
-from msrl_jax.networks.torso import make_torso
+from msrl_jax.networks.torso import NetworkFields, make_torso
 from msrl_jax.networks.unrolls import flatten, unflatten
 from msrl_jax.returns.advantages import gae
 from msrl_jax.returns.means import mean
@@ -78,16 +78,16 @@ def exploring(agent: Agent, config: Any) -> Agent:
         return Exploring(agent.init(key), begin(key))
 
     def iteration(state: Exploring, progress: Progress) -> tuple[Exploring, Metrics]:
-        found = []
+        results = []
 
         def add_bonus(trajectory: Trajectory, last_obs: Any) -> Trajectory:
             rnd, trajectory, metrics = add_intrinsic_rewards(state.rnd, trajectory, last_obs, progress)
-            found.append((rnd, metrics))
+            results.append((rnd, metrics))
             return trajectory
 
         inner, metrics = agent.iteration(state.inner, progress, add_bonus)
-        ((rnd, own),) = found
-        return Exploring(inner, rnd), {**metrics, **own}
+        ((rnd, rnd_metrics),) = results
+        return Exploring(inner, rnd), {**metrics, **rnd_metrics}
 
     axes: Any = Exploring(agent.axes, P())  # type: ignore[arg-type]
     return wrapped(agent, init=init, iteration=iteration, axes=axes)
@@ -123,7 +123,7 @@ def random_network_distillation(
         empty = running.empty(spaces.struct(space)), running.empty(jax.ShapeDtypeStruct((), jnp.float32))
         return RNDState(target, params, optimizer.init(params), key, *empty, jnp.zeros(config.num_envs, jnp.float32))
 
-    def standardized(observations: RunningStatistics, obs: Any) -> jax.Array:
+    def standardize(observations: RunningStatistics, obs: Any) -> jax.Array:
         x = (prepare(obs) - observations.mean) / jnp.sqrt(observations.var + 1e-8)
         return jnp.clip(x, -CLIP, CLIP)
 
@@ -136,7 +136,7 @@ def random_network_distillation(
         """Computes a reward for each step: the error at the observation from which the next step acts."""
         observations = running.update(rnd.observations, prepare(flatten(t.obs)))
         stream = jax.tree.map(lambda x, last: jnp.concatenate([x, last[None]]), t.obs, last_obs)
-        x = standardized(observations, flatten(stream))
+        x = standardize(observations, flatten(stream))
         reward = unflatten(error(rnd.target, rnd.params, x), config.unroll_length + 1)[1:]
         if t.valid is not None:
             reward = jnp.where(t.valid, reward, 0.0)
@@ -149,29 +149,29 @@ def random_network_distillation(
         returns = running.update(rnd.returns, flatten(sums))
         reward /= jnp.sqrt(returns.var + 1e-8)
         value = unflatten(networks["value"].apply(rnd.params["value"], x)[..., 0], config.unroll_length + 1)
-        never = jnp.zeros_like(t.terminated)
-        advantage = gae(reward, value[:-1], value[1:], never, never, t.valid, discount=DISCOUNT, gae_lambda=LAMBDA)
+        no_ends = jnp.zeros_like(t.terminated)
+        advantage = gae(reward, value[:-1], value[1:], no_ends, no_ends, t.valid, discount=DISCOUNT, gae_lambda=LAMBDA)
         rnd = rnd._replace(observations=observations, returns=returns, discounted_return=discounted_return)
         return rnd, advantage, value[:-1] + advantage, mean(reward, t.valid)
 
     @fragment(role="learner")
-    def distill(params, batch, rnd, chosen):
-        times, key = chosen
+    def distill(params, batch, rnd, minibatch):
+        times, key = minibatch
         obs, valid, goal = jax.tree.map(lambda x: flatten(x[times]), batch)
-        x, taught = standardized(rnd.observations, obs), jax.random.bernoulli(key, share, goal.shape)
+        x, predictor_mask = standardize(rnd.observations, obs), jax.random.bernoulli(key, share, goal.shape)
         if valid is not None:
-            taught &= valid
+            predictor_mask &= valid
 
         def loss(params):
             value = networks["value"].apply(params["value"], x)[..., 0]
-            distilled = mean(error(rnd.target, params, x), taught)
-            return distilled + mean(value_loss(value, goal), valid), {"rnd_loss": distilled}
+            predictor_loss = mean(error(rnd.target, params, x), predictor_mask)
+            return predictor_loss + mean(value_loss(value, goal), valid), {"rnd_loss": predictor_loss}
 
         return jax.grad(loss, has_aux=True)(params)
 
     @fragment(role="server")
-    def apply_update(learned, grads, learning_rate):
-        params, opt_state = learned
+    def apply_update(learner, grads, learning_rate):
+        params, opt_state = learner
         updates, opt_state = optimizer.update(grads, opt_state, params, learning_rate=learning_rate)
         return optax.apply_updates(params, updates), opt_state
 
@@ -183,9 +183,9 @@ def random_network_distillation(
         minibatches = times, jax.random.split(key, len(times))
         batch = t.obs, t.valid, goal
 
-        def update(learned, chosen):
-            grads, metrics = distill(learned[0], batch, rnd, chosen)
-            return apply_update(learned, grads, rate), metrics
+        def update(learner, minibatch):
+            grads, metrics = distill(learner[0], batch, rnd, minibatch)
+            return apply_update(learner, grads, rate), metrics
 
         (params, opt_state), stats = jax.lax.scan(update, (rnd.params, rnd.opt_state), minibatches)
         trajectory = t._replace(bonus=config.intrinsic_coef * advantage)
@@ -195,7 +195,7 @@ def random_network_distillation(
     return init, add_intrinsic_rewards
 
 
-def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
+def _networks(space: spaces.Space, config: NetworkFields) -> tuple[spaces.Space, Callable[[Any], jax.Array], dict[str, Any]]:
     """Returns the space of the networks' inputs, the function that computes them from observations `[B, ...]`, and the
     networks.
 
@@ -204,11 +204,11 @@ def _networks(space: spaces.Space, config: Any) -> tuple[spaces.Space, Callable[
     """
     kind = config.network if isinstance(config.network, str) else "auto"
     sizes, size = config.hidden_sizes, config.hidden_sizes[-1]
-    plain: Any = SimpleNamespace(network=kind, hidden_sizes=sizes, activation=config.activation, layer_norm=config.layer_norm)
-    torso, prepare = make_torso(space, plain), lambda obs: unmasked(obs).astype(jnp.float32)
+    fields: Any = SimpleNamespace(network=kind, hidden_sizes=sizes, activation=config.activation, layer_norm=config.layer_norm)
+    torso, prepare = make_torso(space, fields), lambda obs: unmasked(obs).astype(jnp.float32)
     if not torso.is_batched:
-        seen, prepare = spaces.flat_space(space), lambda obs: spaces.flatten(space, unmasked(obs))
-        torso = torso.clone(observation_space=seen)
+        vector_space, prepare = spaces.flat_space(space), lambda obs: spaces.flatten(space, unmasked(obs))
+        torso = torso.clone(observation_space=vector_space)
     make = lambda sizes, size: nn.Sequential([torso.clone(hidden_sizes=sizes), dense(size, 1.0)])
     networks = {"target": make(sizes, size), "predictor": make((*sizes, size, size), size), "value": make(sizes, 1)}
     return torso.observation_space, prepare, networks

@@ -28,18 +28,18 @@ def _explorer(base: Any, name: str) -> type:
 
     def build(self: Any, env: Environment) -> Agent:
         """Builds the agent for one environment; raises the same errors as the other algorithm."""
-        own = with_traced(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
-        return exploring(own.build(env), self)
+        base_config = with_traced(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
+        return exploring(base_config.build(env), self)
 
     doc = "weight of the intrinsic advantage. Usual: 0.5."
     fields = {f.name: dataclasses.field(default=f.default, metadata=f.metadata) for f in dataclasses.fields(base)}
     parts = {"intrinsic_coef": tunable(default=0.5, above=0, doc=doc), "check": check, "build": build}
-    about = {
+    attributes = {
         "__doc__": f"{base.__name__} with an intrinsic reward for unfamiliar observations (RND).",
         "__module__": __name__,
         "__annotations__": base.__annotations__ | {"intrinsic_coef": Tunable},
     }
-    return config(f"{base.name}_rnd", privileged=True)(type(name, (), fields | parts | about))
+    return config(f"{base.name}_rnd", privileged=True)(type(name, (), fields | parts | attributes))
 
 
 PPORND = _explorer(PPO, "PPORND")

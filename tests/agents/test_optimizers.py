@@ -66,7 +66,7 @@ WRONG = {
     "number": (3, r"PPO.optimizer=3: use one of \['adam', .*, your own object, or MODULE:NAME of one"),
     "a function behind a name": ("optax:sgd", "optimizer 'optax:sgd' is not an optax.GradientTransformation, or a function"),
     "extra arguments": (LINESEARCH, "fails: TypeError: .* missing 3 required .*; it gets gradients, .* nothing else"),
-    "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, which is of arrays"),
+    "state": (Own(lambda p: {"a": "text"}, lambda g, s, p=None: (g, s)), "its state, a pytree of arrays"),
     "states": (Own(lambda p: (), lambda g, s, p=None: (g, p)), "returns a state of another structure"),
     "several": (["adam", "sgd"], "members of a run cannot differ in it"),
 }

@@ -85,11 +85,11 @@ def test_an_option_is_the_same_by_its_text(value):
     )
     kind = SAC if value.option == "tqc" else DQN
     for whole in (False, True):
-        found = getattr(kind(**{name: text(value, whole=whole)}), name)
+        found = getattr(kind(**{name: text(value, full=whole)}), name)
         assert found == value and hash(found) == hash(value) and type(found) is type(value)
     assert field is None or str(field(value, capacity=7)).startswith("replay:capacity=7")
     nested = [x for f in dataclasses.fields(value) if is_option(x := getattr(value, f.name))]
-    assert all(f"{f.name}=" in text(value, whole=True) for x in (value, *nested) for f in dataclasses.fields(x))
+    assert all(f"{f.name}=" in text(value, full=True) for x in (value, *nested) for f in dataclasses.fields(x))
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,9 @@ def test_no_update_and_no_pending_error_before_learning_starts(states):
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_batch_counts_for_the_statistics_only_once_the_buffer_is_ready(ready):
-    config = types.SimpleNamespace(normalize_observations=True)
     obs = np.random.default_rng(0).normal(3, 2, (6, 4)).astype(np.float32)
     step = replay.NStep(obs, jnp.zeros(6, int), jnp.zeros(6), jnp.zeros(6), obs + 1)
-    before = normalized.initial_statistics(config, obs)
+    before = normalized.initial_statistics(obs, normalize=True)
     after, seen = normalized.update_statistics(before, loop.Batch(step, None, None, None, jnp.bool_(ready)))
     mean, std = (obs.mean(0), obs.std(0)) if ready else (0, 1)
     np.testing.assert_allclose([after.mean, after.var], [np.broadcast_to(x, 4) for x in (mean, np.square(std))], rtol=1e-5)

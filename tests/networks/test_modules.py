@@ -151,7 +151,7 @@ def test_configs_take_names_and_modules_and_nothing_misspelt():
         msrl.algorithms.PPO(network="mpl")
     with pytest.raises(TypeError, match=r"network=\w+ is a module that has its parameters; give a function of a key that"):
         msrl.algorithms.PPO(network=modules.equinox_module(KEY, OBS))
-    with pytest.raises(TypeError, match=r"is no network yet; msrl_jax\.algorithms\.build"):
+    with pytest.raises(TypeError, match=r"is not a network yet; msrl_jax\.algorithms\.build"):
         make_torso(Box(-1, 1, (4,)), msrl.algorithms.PPO(network=modules.nnx_module))
 
 

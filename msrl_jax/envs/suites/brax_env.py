@@ -46,8 +46,8 @@ class BraxEnvironment(NamedEnvironment):
     def __init__(self, env: Any, name: str, action_repeat: int = 1):
         self.env, self.name, self.action_repeat = env, name, action_repeat
         state = output_shapes(lambda key: self.reset(key)[0])
-        self.observation_space = spaces.unbounded(_observed(state))
-        if _observed(state) is not state.obs:
+        self.observation_space = spaces.unbounded(_actor_obs(state))
+        if _actor_obs(state) is not state.obs:
             self.privileged_state = _privileged_state
         self.metrics = {key: "sum" if key.startswith("reward") else "mean" for key in common.scalars(state.metrics)}
         self.action_space = spaces.Box(-1, 1, (env.action_size,))
@@ -56,13 +56,13 @@ class BraxEnvironment(NamedEnvironment):
     def default_params(self) -> dict[str, jax.Array]:
         """The float arrays of the physical system by path, such as `opt.gravity` or `dof.damping`."""
         model = getattr(self.env, _field(self.env))
-        arrays = [(path, x) for path, x in jax.tree.leaves_with_path(model) if "._" not in f".{_named(path)}"]
-        return {_named(path): x for path, x in arrays if isinstance(x, jax.Array) and x.dtype == jnp.float32 and x.size}
+        arrays = [(path, x) for path, x in jax.tree.leaves_with_path(model) if "._" not in f".{_path_name(path)}"]
+        return {_path_name(path): x for path, x in arrays if isinstance(x, jax.Array) and x.dtype == jnp.float32 and x.size}
 
     def with_params(self, params: Mapping[str, Any]) -> "BraxEnvironment":
         """Returns the environment with other, possibly traced, values for some parameters."""
         env, inner = copy.copy(self), copy.copy(self.env)
-        model = jax.tree.map_with_path(lambda path, x: params.get(_named(path), x), getattr(inner, _field(inner)))
+        model = jax.tree.map_with_path(lambda path, x: params.get(_path_name(path), x), getattr(inner, _field(inner)))
         setattr(inner, _field(inner), model)
         env.env = inner
         return env
@@ -71,7 +71,7 @@ class BraxEnvironment(NamedEnvironment):
         """Starts an episode."""
         with common.quiet():
             state = to_32_bit(self.env.reset(key))
-        return state, _observed(state)
+        return state, _actor_obs(state)
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
@@ -92,7 +92,7 @@ class BraxEnvironment(NamedEnvironment):
         else:
             state, rewards = jax.lax.scan(once, state, length=self.action_repeat)
             reward = jnp.sum(rewards)
-        return state, _observed(state), reward, state.done.astype(bool), jnp.asarray(False)
+        return state, _actor_obs(state), reward, state.done.astype(bool), jnp.asarray(False)
 
     @functools.cached_property
     def _camera(self) -> common.Camera:
@@ -115,7 +115,7 @@ class BraxEnvironment(NamedEnvironment):
         return common.scalars(state.metrics)
 
 
-def _observed(state: Any) -> PyTree:
+def _actor_obs(state: Any) -> PyTree:
     """Returns the observation of the actor in a state."""
     split = isinstance(state.obs, Mapping) and state.obs.keys() == {"state", "privileged_state"}
     return state.obs["state"] if split else state.obs
@@ -130,5 +130,5 @@ def _field(env: Any) -> str:
     return "sys" if hasattr(env, "sys") else "_mjx_model"
 
 
-def _named(path: Any) -> str:
+def _path_name(path: Any) -> str:
     return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)

@@ -47,8 +47,8 @@ class Suite:
     @functools.cached_property
     def own_names(self) -> tuple[str, ...]:
         """The suite's names of the environments that can be made here; none if it is not installed."""
-        found = dict.fromkeys(_found(self.files, self.pattern))
-        return tuple(name for name in found if not re.fullmatch(self.hidden, name) and not self.lacks(name))
+        names = dict.fromkeys(_found(self.files, self.pattern))
+        return tuple(name for name in names if not re.fullmatch(self.hidden, name) and not self.lacks(name))
 
     def names(self) -> list[str]:
         """Returns the names of its environments here; none if it is not installed."""
@@ -57,22 +57,22 @@ class Suite:
     def check_installed(self) -> None:
         """Raises ImportError if it is not installed or too old; the message says how to install it."""
         oldest, version = ".".join(map(str, self.oldest)), self.version()
-        needed = f"environments named {self.prefix}:... need {self.package} {oldest} or later"
+        fact = f"environments named {self.prefix}:... need {self.package} {oldest} or later"
         if version is None:
-            raise ImportError(f"{needed}, which is not installed; install it with: {self.install}")
+            raise ImportError(f"{fact}, which is not installed; install it with: {self.install}")
         if tuple(int(part) for part in version.split(".")[:2]) < self.oldest:
-            raise ImportError(f"{needed}, and {version} is installed; install it with: {self.install}")
+            raise ImportError(f"{fact}, and {version} is installed; install it with: {self.install}")
 
 
 def _found(files: tuple[str, ...], pattern: str) -> list[str]:
     """Returns the matches of a pattern in files of packages, without importing them; none if they are not installed."""
-    found: list[str] = []
+    matches: list[str] = []
     for package, _, path in (file.partition("/") for file in files):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations if spec else None) or ():
             for file in sorted(Path(folder).glob(path)):
-                found += re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found
+                matches += re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    return matches
 
 
 _ID = r'^[^#\n]*\bid="([^"]+)"'

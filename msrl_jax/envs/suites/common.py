@@ -88,33 +88,33 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
 
 
-def check_name(title: str, name: str, known: Iterable[str], kind: str = "environment") -> None:
+def check_name(title: str, name: str, names: Iterable[str], kind: str = "environment") -> None:
     """Raises ValueError unless a suite has an environment, or another `kind` of item, with that name."""
-    if name not in (known := sorted(known)):
-        has = ", ".join(known) if len(known) <= 100 else f"{len(known):,} others, such as {known[0]}"
-        raise ValueError(f"{title} has no {kind} {name!r}{suggestion(name, known)}; it has {has}")
+    if name not in (names := sorted(names)):
+        has = ", ".join(names) if len(names) <= 100 else f"{len(names):,} others, such as {names[0]}"
+        raise ValueError(f"{title} has no {kind} {name!r}{suggestion(name, names)}; it has {has}")
 
 
-def full_name(prefix: str, name: str, known: Iterable[str]) -> str:
+def full_name(prefix: str, name: str, names: Iterable[str]) -> str:
     """`PREFIX:NAME`; raises ValueError unless the suite has an environment with that name."""
-    check_name(SUITES[prefix].title, name, known)
+    check_name(SUITES[prefix].title, name, names)
     return f"{prefix}:{name}"
 
 
-def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None:
+def check_params(full: str, params: Iterable[str], parameters: Iterable[str]) -> None:
     """Raises ValueError on a parameter that an environment does not have."""
-    known = sorted(known)
-    if unknown := [p for p in params if p not in known]:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; {has}")
+    parameters = sorted(parameters)
+    if unknown := [p for p in params if p not in parameters]:
+        has = f"it has {', '.join(parameters)}" if parameters else "it has none"
+        raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], parameters)}; {has}")
 
 
 def arguments_of(kind: type) -> set[str]:
     """Returns the names of the arguments of a class and of its base classes, except `*args` and `**kwargs`."""
     bases = [base for base in kind.__mro__ if base is not object and "__init__" in vars(base)]
-    own = [inspect.signature(vars(base)["__init__"]) for base in bases]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for signature in own for p in signature.parameters.values() if p.kind in named} - {"self"}
+    signatures = [inspect.signature(vars(base)["__init__"]) for base in bases]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for signature in signatures for p in signature.parameters.values() if p.kind in kinds} - {"self"}
 
 
 def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any:
@@ -131,7 +131,7 @@ def replace(full: str, defaults: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(defaults, **{key: fit(f"{full}: {key}", x, getattr(defaults, key)) for key, x in values.items()})
 
 
-def fit(what: str, value: Any, default: Any) -> Any:
+def fit(place: str, value: Any, default: Any) -> Any:
     """Converts a value to the type of the default; raises ValueError if that changes the value, or makes a number infinite."""
     scalar = isinstance(default, bool | int | float)
     if not scalar and not hasattr(default, "dtype"):
@@ -146,7 +146,7 @@ def fit(what: str, value: Any, default: Any) -> Any:
         fits, converted = False, None
     if not fits:
         kind = type(default).__name__ if scalar else f"array {default.dtype}{list(default.shape)}"
-        raise ValueError(f"{what}={shown(value)} does not fit; its default is {default} ({kind})")
+        raise ValueError(f"{place}={shown(value)} does not fit; its default is {default} ({kind})")
     return converted
 
 

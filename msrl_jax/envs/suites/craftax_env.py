@@ -25,8 +25,10 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     env = common.load("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
     fields, static = ({f.name for f in dataclasses.fields(x)} for x in (env.default_params, env.default_static_params()))
     common.check_params(full, params, fields | static | {"reset_ratio"})
-    if chosen := {key: value for key, value in params.items() if key in static}:
-        env = common.build(full, type(env), {"static_env_params": common.replace(full, env.default_static_params(), chosen)})
+    if static_values := {key: value for key, value in params.items() if key in static}:
+        env = common.build(
+            full, type(env), {"static_env_params": common.replace(full, env.default_static_params(), static_values)}
+        )
     values = {key: value for key, value in params.items() if key in fields}
     return ResetPool(CraftaxEnvironment(env, common.replace(full, env.default_params, values), full), reset_ratio)
 
@@ -45,7 +47,7 @@ class CraftaxEnvironment(NamedEnvironment):
         self.observation_space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
         self.action_space = spaces.Discrete(env.action_space(params).n)
         constants = common.load("craftax.craftax_classic.constants" if "Classic" in name else "craftax.craftax.constants")
-        self._achievements = {each.name.lower(): each.value for each in constants.Achievement}
+        self._achievements = {achievement.name.lower(): achievement.value for achievement in constants.Achievement}
         self.metrics = dict.fromkeys(self._achievements, "last")
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:

@@ -12,7 +12,7 @@ from msrl_jax.envs.base import NamedEnvironment
 from msrl_jax.envs.episode_metrics import Reduction, read_declared
 from msrl_jax.envs.host_simulators import HostStep, HostVectorized, Stepping
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.suites.gymnasium_env import converted
+from msrl_jax.envs.suites.gymnasium_env import convert_space
 from msrl_jax.fragments.support.checks import suggestion, whole
 
 
@@ -27,9 +27,9 @@ def make(
     """
     envpool = common.load("envpool")
     full = common.full_name("envpool", name, envpool.list_all_envs())
-    own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
-    known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
-    common.check_params(full, params, known - own | {"num_threads", "metrics"})
+    adapter_params = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
+    options = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
+    common.check_params(full, params, options - adapter_params | {"num_threads", "metrics"})
     threads = 0 if num_threads is None else whole(f"{full}: num_threads", num_threads)
     spec = common.build(full, functools.partial(envpool.make_spec, name), params)
     if spec.config.max_num_players > 1:
@@ -44,8 +44,8 @@ def make(
 def _reports(spec: Any) -> list[str]:
     """Returns the numeric entries of `info` with one value per environment."""
     scalars = [key for key, x in spec.state_array_spec.items() if tuple(x.shape) in ((), (-1,)) and x.dtype.kind in "biuf"]
-    named = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
-    return ["elapsed_step", *(key for key in named if key != "env_id")]
+    names = [key[5:] for key in scalars if key.startswith("info:") and key[5:].isidentifier()]
+    return ["elapsed_step", *(key for key in names if key != "env_id")]
 
 
 class EnvPoolEnvironment(NamedEnvironment):
@@ -61,7 +61,9 @@ class EnvPoolEnvironment(NamedEnvironment):
         self.name, self.task, self.params, self.num_threads, self.metrics = name, task, params, num_threads, metrics
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
-            obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
+            obs, self.action_space = (
+                convert_space(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action")
+            )
         obs = spaces.map_arrays(_without_bounds, obs)  # EnvPool's bounds are often wrong
         self.has_images = False
         if isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3:

@@ -101,9 +101,9 @@ class GymnasiumEnvironment(NamedEnvironment):
             raise ValueError(f"{name} cannot be made: {error}") from error
         if not hasattr(env, "action_space") or isinstance(env, gymnasium.vector.VectorEnv):
             raise TypeError(f"the factory of {name} returned {shown(env)}; return a single gymnasium.Env, which is then copied")
-        object.__setattr__(self, "name", self.name or _own_name(env))
+        object.__setattr__(self, "name", self.name or _full_name(env))
         for field in ("observation_space", "action_space"):
-            object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
+            object.__setattr__(self, field, convert_space(getattr(env, field), f"{self.name}: {field}"))
         try:
             if self.metrics:
                 _try_metrics(env, tuple(self.metrics))
@@ -149,13 +149,13 @@ class GymnasiumEnvironment(NamedEnvironment):
             ) from None
         try:
             obs, _ = env.reset(seed=seed)
-            pictures, total, over = [env.render()], 0.0, False
-            while not over and len(pictures) <= max_steps:
+            pictures, total, ended = [env.render()], 0.0, False
+            while not ended and len(pictures) <= max_steps:
                 action = act(obs)
                 discrete = isinstance(self.action_space, spaces.Discrete)
                 obs, reward, terminated, truncated, _ = env.step(int(action) if discrete else action)
                 pictures.append(env.render())
-                total, over = total + float(reward), terminated or truncated
+                total, ended = total + float(reward), terminated or truncated
             return [np.asarray(x) for x in pictures], float(env.metadata.get("render_fps", 30)), total
         except gymnasium.error.DependencyNotInstalled as error:
             raise ValueError(f"{self.name} cannot be drawn: {error}") from error
@@ -163,7 +163,7 @@ class GymnasiumEnvironment(NamedEnvironment):
             env.close()
 
 
-def _own_name(env: Any) -> str:
+def _full_name(env: Any) -> str:
     """Returns the class of an environment, or of its outermost wrapper that is not from Gymnasium, and its id if it has one."""
     inner = env
     while isinstance(inner, gymnasium.Wrapper) and type(inner).__module__.startswith("gymnasium."):
@@ -176,11 +176,11 @@ def _try_metrics(env: gymnasium.Env[Any, Any], names: tuple[str, ...]) -> None:
     """Takes random actions until the first episode or the time ends; raises ValueError if a step lacks a metric."""
     env.reset(seed=0)
     env.action_space.seed(0)
-    end, over = time.monotonic() + _TRIED, False
-    while not over:
+    end, ended = time.monotonic() + _TRIED, False
+    while not ended:
         *_, terminated, truncated, info = env.step(env.action_space.sample())
         measured(info, names)
-        over = terminated or truncated or time.monotonic() > end
+        ended = terminated or truncated or time.monotonic() > end
 
 
 def _step_seconds(env: gymnasium.Env[Any, Any]) -> float:
@@ -200,14 +200,14 @@ def _step_seconds(env: gymnasium.Env[Any, Any]) -> float:
     return statistics.median(times)
 
 
-def converted(space: Any, what: str) -> spaces.Space:
-    """Converts a Gymnasium space, that of `what`; 64-bit numbers become 32-bit numbers."""
+def convert_space(space: Any, place: str) -> spaces.Space:
+    """Converts a Gymnasium space, that of `place`; 64-bit numbers become 32-bit numbers."""
     if 0 in (getattr(space, "shape", None) or ()) or not getattr(space, "spaces", [0]):
-        raise TypeError(f"{what} is {space}, which has no elements; give it at least one, for example a constant")
+        raise TypeError(f"{place} is {space}, which has no elements; give it at least one, for example a constant")
     match space:
         case gymnasium_spaces.Discrete():
             if max(abs(int(space.start)), int(space.start + space.n)) > np.iinfo(np.int32).max:
-                raise TypeError(f"{what} is {space}, whose numbers exceed int32; wrap the environment")
+                raise TypeError(f"{place} is {space}, whose numbers exceed int32; wrap the environment")
             return spaces.Discrete(int(space.n), start=int(space.start))
         case gymnasium_spaces.Box():
             dtype: Any = space.dtype
@@ -222,7 +222,7 @@ def converted(space: Any, what: str) -> spaces.Space:
         case gymnasium_spaces.MultiBinary():
             return spaces.Box(0, 1, space.shape, np.int8)
         case gymnasium_spaces.Tuple():
-            return spaces.Tuple(tuple(converted(part, what) for part in space.spaces))
+            return spaces.Tuple(tuple(convert_space(part, place) for part in space.spaces))
         case gymnasium_spaces.Dict():
-            return spaces.Dict({name: converted(part, what) for name, part in space.spaces.items()})
-    raise TypeError(f"{what} is {space}, which is not supported; use Box, Discrete, MultiDiscrete, Tuple or Dict")
+            return spaces.Dict({name: convert_space(part, place) for name, part in space.spaces.items()})
+    raise TypeError(f"{place} is {space}, which is not supported; use Box, Discrete, MultiDiscrete, Tuple or Dict")

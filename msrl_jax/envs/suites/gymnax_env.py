@@ -58,18 +58,18 @@ class GymnaxEnvironment(NamedEnvironment):
 
     def __init__(self, env: GymnaxBase, params: Any = None, name: str = ""):
         kind = type(env)
-        for method, known in _KNOWN.items():
-            own = getattr(kind, method)
-            if f"{own.__module__}.{own.__qualname__}" not in known:
+        for method, usual_names in _KNOWN.items():
+            method_of_env = getattr(kind, method)
+            if f"{method_of_env.__module__}.{method_of_env.__qualname__}" not in usual_names:
                 raise ValueError(
                     f"{kind.__name__} overrides gymnax's {method}, which is not called here; move its code to reset_env, "
                     "step_env and is_truncated"
                 )
         self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
         _, obs = output_shapes(self.reset)
-        self.observation_space = _converted(env.observation_space(self.params), obs)
+        self.observation_space = _convert_space(env.observation_space(self.params), obs)
         action_space = env.action_space(self.params)
-        self.action_space = _converted(action_space, output_shapes(lambda key: to_32_bit(action_space.sample(key))))
+        self.action_space = _convert_space(action_space, output_shapes(lambda key: to_32_bit(action_space.sample(key))))
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class GymnaxEnvironment(NamedEnvironment):
         return env
 
     def __repr__(self) -> str:
-        usual = vars(self.env.default_params)
-        changed = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != usual.get(name)}
-        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in changed.items())])})"
+        defaults = vars(self.env.default_params)
+        params = {name: x for name, x in vars(self.params).items() if isinstance(x, int | float) and x != defaults.get(name)}
+        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{name}={x}' for name, x in params.items())])})"
 
     @property
     def render_fps(self) -> float:
@@ -151,8 +151,8 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     fields = [field.name for field in dataclasses.fields(defaults)]
     arguments = {n: p.default for n, p in inspect.signature(type(env)).parameters.items() if n not in fields}
     common.check_params(name, params, [*fields, *arguments])
-    if chosen := {p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments}:
-        env, defaults = _construct(name, chosen)
+    if options := {p: common.fit(f"{name}: {p}", value, arguments[p]) for p, value in params.items() if p in arguments}:
+        env, defaults = _construct(name, options)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})
     if "max_steps_in_episode" in params:
         whole(f"{name}: max_steps_in_episode", defaults.max_steps_in_episode)
@@ -169,7 +169,7 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
         ) from error
 
 
-def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
+def _convert_space(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
     """Returns a gymnax space with the shapes and dtypes of its actual values; some declarations are wrong (Catch,
     FourRooms).
     """
@@ -178,7 +178,7 @@ def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
     if isinstance(space, gymnax_spaces.Box):
         return spaces.Box(space.low, space.high, x.shape, x.dtype)
     if isinstance(space, gymnax_spaces.Tuple):
-        return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
+        return spaces.Tuple(tuple(_convert_space(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):
-        return spaces.Dict({name: _converted(part, x[name]) for name, part in space.spaces.items()})
+        return spaces.Dict({name: _convert_space(part, x[name]) for name, part in space.spaces.items()})
     raise TypeError(f"the gymnax space {shown(space)} is not supported; use Discrete, Box, Tuple or Dict")

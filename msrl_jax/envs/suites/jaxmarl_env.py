@@ -42,13 +42,13 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
     """
     full = common.full_name("jaxmarl", name, _registration().registered_envs)
-    if other := SUITES["jaxmarl"].lacks(name):
-        remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
-        raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not install; {remedy}")
+    if package := SUITES["jaxmarl"].lacks(name):
+        remedy = f"install it with: pip install {package}" if package == "brax" else "it is not on PyPI, see JaxMARL's README"
+        raise ImportError(f"{full} needs the package {package!r}, which JaxMARL does not install; {remedy}")
     suite = next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
     weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
     with common.quiet():
-        params = {key: _named(full, key, value) for key, value in params.items()}
+        params = {key: _look_up_name(full, key, value) for key, value in params.items()}
         if suite.ending is _brax:
             params["auto_reset"] = False
         make = functools.partial(_registration().make, name)
@@ -74,9 +74,9 @@ def _registration() -> Any:
 
 def _check_params(full: str, suite: "_Suite", params: dict[str, Any], env: Any) -> None:
     """Raises ValueError for a parameter that no constructor has: those with `**kwargs` ignore it."""
-    known = common.arguments_of(type(env)) | common.arguments_of(type(getattr(env, "_env", env)))
-    known |= _PHYSICS if hasattr(env, "contact_margin") else set()
-    common.check_params(full, params, known | ({"shaped_reward"} if suite.shapes_rewards else set()))
+    parameters = common.arguments_of(type(env)) | common.arguments_of(type(getattr(env, "_env", env)))
+    parameters |= _PHYSICS if hasattr(env, "contact_margin") else set()
+    common.check_params(full, params, parameters | ({"shaped_reward"} if suite.shapes_rewards else set()))
 
 
 def _weight(full: str, value: Any) -> float:
@@ -86,7 +86,7 @@ def _weight(full: str, value: Any) -> float:
     return float(value)
 
 
-def _named(full: str, key: str, value: Any) -> Any:
+def _look_up_name(full: str, key: str, value: Any) -> Any:
     """Replaces the name of a scenario or layout by its value; returns other values unchanged."""
     if not isinstance(value, str) or (key, full) == ("layout", "jaxmarl:overcooked_v2"):
         return value
@@ -118,8 +118,8 @@ def _tasks(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.
 def _battle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """SMAX: a side is dead, or time is up. JaxMARL marks dead units as done, but they share the rewards of their team."""
     alive = getattr(new, "state", new).unit_alive
-    over = ~alive[: env.num_allies].any() | ~alive[env.num_allies :].any()
-    return over, dones["__all__"] & ~over
+    ended = ~alive[: env.num_allies].any() | ~alive[env.num_allies :].any()
+    return ended, dones["__all__"] & ~ended
 
 
 def _won(env: Any, state: Any) -> jax.Array:
@@ -128,21 +128,21 @@ def _won(env: Any, state: Any) -> jax.Array:
     return ~alive[env.num_allies :].any() & alive[: env.num_allies].any()
 
 
-def _arrived(env: Any, state: Any) -> jax.Array:
+def _share_at_goal(env: Any, state: Any) -> jax.Array:
     """JaxNav: the share of agents that have reached their goals."""
     return state.goal_reached.mean()
 
 
 def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the agent in the room announces that all have visited, or time is up."""
-    said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
-    return said, dones["__all__"] & ~said
+    """Switch Riddle: the agent in the room announces that all have visited it, or time is up."""
+    told_all = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
+    return told_all, dones["__all__"] & ~told_all
 
 
 def _navigation(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """JaxNav: every agent has arrived or crashed, or time is up. Agents share rewards until then."""
-    over = (new.goal_reached | new.move_term | new.term).all()
-    return over, dones["__all__"] & ~over
+    ended = (new.goal_reached | new.move_term | new.term).all()
+    return ended, dones["__all__"] & ~ended
 
 
 def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +174,7 @@ _SUITES = {  # by name prefix
     "HeuristicEnemySMAX": _SMAX,
     "LearnedPolicyEnemySMAX": _SMAX,
     "switch_riddle": _Suite(_riddle),
-    "jaxnav": _Suite(_navigation, success=_arrived),
+    "jaxnav": _Suite(_navigation, success=_share_at_goal),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }
 
@@ -190,9 +190,9 @@ class JaxMARLEnvironment:
         self.env, self.name, self.suite, self.shaped_reward = env, name, suite, shaped_reward
         self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
         _, obs = output_shapes(self.reset)
-        own = dict(zip(self.agents, env.agents, strict=True))
-        self.observation_spaces = {a: _observation_space(env.observation_space(own[a]), obs[a]) for a in self.agents}
-        self.action_spaces = {a: _action_space(env.action_space(own[a])) for a in self.agents}
+        suite_names = dict(zip(self.agents, env.agents, strict=True))
+        self.observation_spaces = {a: _observation_space(env.observation_space(suite_names[a]), obs[a]) for a in self.agents}
+        self.action_spaces = {a: _action_space(env.action_space(suite_names[a])) for a in self.agents}
         if suite.legal and all(isinstance(space, spaces.Discrete) for space in self.action_spaces.values()):
             self.action_mask = self._action_mask
         if suite.has_world_state:
@@ -211,9 +211,9 @@ class JaxMARLEnvironment:
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
         """Advances the episode by JaxMARL's `step_env`."""
         actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
-        given = tuple(actions.values()) if self.suite.takes_tuples else actions
+        suite_actions = tuple(actions.values()) if self.suite.takes_tuples else actions
         with common.quiet():
-            obs, new, reward, dones, info = self.env.step_env(key, state, given)
+            obs, new, reward, dones, info = self.env.step_env(key, state, suite_actions)
         rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
         if self.shaped_reward:
             shaped = self._by_agent(info["shaped_reward"])
@@ -242,9 +242,9 @@ class JaxMARLEnvironment:
 
     def _by_agent(self, values: Any) -> dict[str, Any]:
         """Values by agent name. JaxMARL uses names, numbers, a tuple, or arrays `[A, ...]`."""
-        own = self.env.agents
-        if isinstance(values, Mapping) and all(agent in values for agent in own):
-            return {name: values[agent] for name, agent in zip(self.agents, own, strict=True)}
+        suite_names = self.env.agents
+        if isinstance(values, Mapping) and all(agent in values for agent in suite_names):
+            return {name: values[agent] for name, agent in zip(self.agents, suite_names, strict=True)}
         if isinstance(values, tuple):
             return dict(zip(self.agents, values, strict=True))
         if isinstance(values, Mapping) and "inventory" in values:  # storm: `[5, A]`

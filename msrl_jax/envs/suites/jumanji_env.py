@@ -48,8 +48,8 @@ def make(name: str, **params: Any) -> Environment:
         env = common.build(full, lambda **values: registration.make(name, **values), params)
     except OSError as error:
         raise RuntimeError(f"{full} could not load its data ({error}); Jumanji downloads it, so connect to the web") from error
-    own = next((fields for start, fields in _OWN.items() if name.startswith(f"{start}-")), None)
-    return JumanjiEnvironment(env, full) if own is None else JumanjiTeam(env, full, own)  # type: ignore[return-value]
+    own_fields = next((fields for start, fields in _OWN.items() if name.startswith(f"{start}-")), None)
+    return JumanjiEnvironment(env, full) if own_fields is None else JumanjiTeam(env, full, own_fields)  # type: ignore[return-value]
 
 
 class JumanjiState(NamedTuple):
@@ -83,14 +83,14 @@ class _Adapter(NamedEnvironment):
     def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
         """Returns a step and what the suite reports of it; random numbers come from the key in the state, as in the suite."""
         with common.quiet():
-            env_state, after = to_32_bit(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
-        return self._state(env_state, after), self._observe(after), after
+            env_state, timestep = to_32_bit(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+        return self._state(env_state, timestep), self._observe(timestep), timestep
 
-    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
-        extras = {name: jnp.asarray(x, jnp.float32) for name, x in common.scalars(after.extras or {}).items()}
+    def _state(self, env_state: PyTree, timestep: Any) -> JumanjiState:
+        extras = {name: jnp.asarray(x, jnp.float32) for name, x in common.scalars(timestep.extras or {}).items()}
         if not has_masks(self):
             return JumanjiState(env_state, (), extras)
-        mask = after.observation.action_mask.reshape(*self.lead, -1)
+        mask = timestep.observation.action_mask.reshape(*self.lead, -1)
         # If no action is legal, allow all: the suite then accepts and ignores any.
         return JumanjiState(env_state, mask | ~mask.any(-1, keepdims=True), extras)
 
@@ -116,8 +116,8 @@ class _Adapter(NamedEnvironment):
         """Returns the last values that the suite reported."""
         return state.extras
 
-    def _observe(self, after: Any) -> dict[str, PyTree]:
-        fields = _fields(after.observation)
+    def _observe(self, timestep: Any) -> dict[str, PyTree]:
+        fields = _fields(timestep.observation)
         return {name: part for name, part in fields.items() if not (has_masks(self) and name == "action_mask")}
 
 
@@ -146,9 +146,9 @@ class JumanjiEnvironment(_Adapter):
         """Advances the episode."""
         if len(self._sizes) > 1:
             action = jnp.stack(jnp.unravel_index(action, self._sizes))
-        state, obs, after = self._advance(state, action)
-        terminated = after.last() & (after.discount == 0)
-        return state, obs, after.reward, terminated, after.last() & ~terminated
+        state, obs, timestep = self._advance(state, action)
+        terminated = timestep.last() & (timestep.discount == 0)
+        return state, obs, timestep.reward, terminated, timestep.last() & ~terminated
 
 
 class JumanjiTeam(_Adapter):
@@ -158,30 +158,35 @@ class JumanjiTeam(_Adapter):
     one end for all agents, every agent gets it.
     """
 
-    def __init__(self, env: Any, name: str, own: tuple[str, ...]):
-        self.env, self.name, self.own, self.lead = env, name, own, env.action_spec.shape[:1]
+    def __init__(self, env: Any, name: str, own_fields: tuple[str, ...]):
+        self.env, self.name, self.own_fields, self.lead = env, name, own_fields, env.action_spec.shape[:1]
         spec, first = env.action_spec, output_shapes(env.reset)[1]
         self.agents = tuple(f"agent_{i}" for i in range(spec.shape[0]))
         mask = getattr(first.observation, "action_mask", None)
         if mask is not None:
             self.action_mask = lambda state: state.mask
-        self.action_space = spaces.map_arrays(_of_one, _space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        self.action_space = (
+            spaces.map_arrays(_agent_space, _space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        )
         declared = _space(env.observation_spec, super()._observe(first))
         assert isinstance(declared, spaces.Dict)
-        parts = {name: spaces.map_arrays(_of_one, part) if name in own else part for name, part in declared.spaces.items()}
+        parts = {
+            name: spaces.map_arrays(_agent_space, part) if name in own_fields else part
+            for name, part in declared.spaces.items()
+        }
         self.observation_space = spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))})
 
     def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
         """Advances the episode."""
-        state, obs, after = self._advance(state, action)
-        reward, terminated = jnp.broadcast_to(after.reward, self.lead), jnp.broadcast_to(after.discount == 0, self.lead)
-        return state, obs, reward, terminated, after.last() & ~terminated.all()
+        state, obs, timestep = self._advance(state, action)
+        reward, terminated = jnp.broadcast_to(timestep.reward, self.lead), jnp.broadcast_to(timestep.discount == 0, self.lead)
+        return state, obs, reward, terminated, timestep.last() & ~terminated.all()
 
-    def _observe(self, after: Any) -> dict[str, PyTree]:
-        fields, count = super()._observe(after), len(self.agents)
-        for_all = {name: part for name, part in fields.items() if name not in self.own}
+    def _observe(self, timestep: Any) -> dict[str, PyTree]:
+        fields, count = super()._observe(timestep), len(self.agents)
+        for_all = {name: part for name, part in fields.items() if name not in self.own_fields}
         for_all = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), for_all)
-        return {**for_all, **{name: fields[name] for name in self.own}, "agent": jnp.arange(count)}
+        return {**for_all, **{name: fields[name] for name in self.own_fields}, "agent": jnp.arange(count)}
 
 
 def _sizes(spec: Any) -> tuple[int, ...]:
@@ -214,7 +219,7 @@ def _space(spec: Any, x: Any) -> spaces.Space:
     return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), x.shape, x.dtype)
 
 
-def _of_one(space: spaces.Discrete | spaces.Box) -> spaces.Box:
+def _agent_space(space: spaces.Discrete | spaces.Box) -> spaces.Box:
     """Returns the space of one agent's entry, given the space of arrays with one entry per agent."""
     assert isinstance(space, spaces.Box)
     return spaces.Box(space.low[0], space.high[0], space.shape[1:], space.dtype)

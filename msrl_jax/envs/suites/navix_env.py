@@ -25,10 +25,10 @@ def make(name: str, **params: Any) -> "NavixEnvironment":
     modules = {"observation_fn": "observations", "reward_fn": "rewards", "termination_fn": "terminations"}
     for key, module in modules.items():
         if isinstance(function := params.get(key), str):
-            known = vars(common.load(f"navix.{module}"))
-            names = [n for n, x in known.items() if callable(x) and getattr(x, "__module__", "") == f"navix.{module}"]
+            functions = vars(common.load(f"navix.{module}"))
+            names = [n for n, x in functions.items() if callable(x) and getattr(x, "__module__", "") == f"navix.{module}"]
             common.check_name(f"navix.{module}", function, names)
-            params[key] = known[function]
+            params[key] = functions[function]
     return NavixEnvironment(common.build(full, functools.partial(navix.make, name, disable_autoreset=True), params), full)
 
 
@@ -51,8 +51,8 @@ class NavixEnvironment:
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode; random numbers come from the key in the state, as in the suite."""
-        after = to_32_bit(self.env.step(state, jnp.asarray(action, jnp.int32)))
-        return after, after.observation, after.reward, after.is_termination(), after.is_truncation()
+        timestep = to_32_bit(self.env.step(state, jnp.asarray(action, jnp.int32)))
+        return timestep, timestep.observation, timestep.reward, timestep.is_termination(), timestep.is_truncation()
 
     render_fps = 8.0
 

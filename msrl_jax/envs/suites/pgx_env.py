@@ -16,11 +16,11 @@ from msrl_jax.envs.suites.catalog import SUITES
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
     """Makes a two-player game by its pgx name; pgx's games have no parameters."""
-    full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
-    if name in pgx.available_envs() and name not in known:
-        other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
-        raise ValueError(f"{full} is not a two-player game, and only those are supported: {', '.join(known)}{other}")
-    common.check_name("pgx", name, known, "two-player game")
+    full, names, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
+    if name in pgx.available_envs() and name not in names:
+        hint = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
+        raise ValueError(f"{full} is not a two-player game, and only those are supported: {', '.join(names)}{hint}")
+    common.check_name("pgx", name, names, "two-player game")
     common.check_params(full, params, ())
     return PgxGame(pgx.make(name), full)
 
@@ -75,8 +75,8 @@ class PgxGame(NamedEnvironment):
 
     def report(self, state: PyTree) -> dict[str, jax.Array]:
         """Who got a reward above 0 at the end of the game, or whether it was a draw."""
-        wins = state.rewards > 0
-        return {"player_0_wins": wins[0], "player_1_wins": wins[1], "draw": state.terminated & ~wins.any()}
+        has_won = state.rewards > 0
+        return {"player_0_wins": has_won[0], "player_1_wins": has_won[1], "draw": state.terminated & ~has_won.any()}
 
     def action_mask(self, state: PyTree) -> jax.Array:
         """Returns the legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""

@@ -31,5 +31,5 @@ def make(name: str, *, reset_ratio: int = 512, privileged: bool = True, **params
             f"({error}); connect to the internet, or use the DeepMind Control Suite, such as playground:CheetahRun"
         ) from error
     config.update(values)
-    made = limited(env, full, config.episode_length, config.get("action_repeat", 1))
-    return ResetPool(made if privileged else Unprivileged(made), reset_ratio)
+    env = limited(env, full, config.episode_length, config.get("action_repeat", 1))
+    return ResetPool(env if privileged else Unprivileged(env), reset_ratio)

@@ -27,8 +27,8 @@ def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGri
     if benchmark is not None and not has_rules:
         raise ValueError(f"{full} has a single task; only XLand-MiniGrid-... environments accept benchmark={benchmark!r}")
     values = {key: common.fit(f"{full}: {key}", value, getattr(defaults, key)) for key, value in params.items()}
-    env, chosen = common.build(full, lambda **values: xminigrid.make(name, **values), values)
-    return XMiniGridEnvironment(env, chosen, full, None if benchmark is None else _load_benchmark(full, xminigrid, benchmark))
+    env, params = common.build(full, lambda **values: xminigrid.make(name, **values), values)
+    return XMiniGridEnvironment(env, params, full, None if benchmark is None else _load_benchmark(full, xminigrid, benchmark))
 
 
 def _load_benchmark(full: str, xminigrid: Any, name: str) -> Any:
@@ -78,11 +78,11 @@ class XMiniGridEnvironment(NamedEnvironment):
         """Advances the episode; random numbers come from the key in the state, as in the suite."""
         # A step of the suite only reads the state of the previous step.
         kind = common.load("xminigrid.types").TimeStep
-        before = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
-        after = to_32_bit(self.env.step(self.params, before, action))
-        terminated = after.last() & (after.discount == 0)
-        state = XMiniGridState(after.state, after.reward > 0)
-        return state, after.observation, after.reward, terminated, after.last() & ~terminated
+        previous = kind(state=state.env_state, step_type=None, reward=None, discount=None, observation=None)
+        timestep = to_32_bit(self.env.step(self.params, previous, action))
+        terminated = timestep.last() & (timestep.discount == 0)
+        state = XMiniGridState(timestep.state, timestep.reward > 0)
+        return state, timestep.observation, timestep.reward, terminated, timestep.last() & ~terminated
 
     render_fps = 8.0
 

@@ -27,7 +27,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Dataset):
         value = value.describe()
     if is_option(value):
-        return text(value, whole=True)
+        return text(value, full=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

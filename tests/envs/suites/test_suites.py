@@ -189,7 +189,7 @@ def test_teams_of_jumanji_conform_and_step_as_the_suite_does(name):
             _, after = env.env.step(state.env_state, action.astype(env.env.action_spec.dtype))
             state, obs, reward, terminated, truncated = env.step(key, state, action)
             differ |= ~jnp.allclose(reward, after.reward) | (after.last() != (truncated | terminated.all()))
-            for field in env.own:
+            for field in env.own_fields:
                 differ |= ~jnp.allclose(obs[field], getattr(after.observation, field))
         return differ, obs["agent"]
 
