@@ -122,9 +122,9 @@ def source_line(eqn: JaxprEqn) -> str | None:
 
 def aval(atom: Atom) -> ShapedArray:
     """Shape and dtype of a variable or literal."""
-    found = atom.aval
-    assert isinstance(found, ShapedArray), found
-    return found
+    array_aval = atom.aval
+    assert isinstance(array_aval, ShapedArray), array_aval
+    return array_aval
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -133,15 +133,15 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
 
 
-def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Returns an equation with each jaxpr replaced by `of(jaxpr)`; returns `eqn` itself if none changes."""
+def replace_jaxprs(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Returns an equation with each jaxpr replaced by `rewrite(jaxpr)`; returns `eqn` itself if none changes."""
 
     def replaced(param: Any) -> Any:
         if isinstance(param, ClosedJaxpr):
-            new = of(param.jaxpr)
+            new = rewrite(param.jaxpr)
             return param if new is param.jaxpr else ClosedJaxpr(new, param.consts)
         if isinstance(param, Jaxpr):
-            return of(param)
+            return rewrite(param)
         if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr | Jaxpr) for p in param):
             new = tuple(map(replaced, param))
             return param if all(a is b for a, b in zip(new, param, strict=True)) else new
@@ -157,19 +157,19 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
     """Returns a program with other equations, without the effects that only former ones had; `closed` itself if none changes.
 
-    `rule(eqn, of)` returns the equations that replace `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
+    `rule(eqn, rewrite)` returns the equations that replace `eqn`. It calls `rewrite` on the jaxprs that `eqn` holds.
     """
-    known: dict[int, Jaxpr] = {}
+    rewritten_jaxprs: dict[int, Jaxpr] = {}
 
-    def of(jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in known:
-            eqns = [new for eqn in jaxpr.eqns for new in rule(eqn, of)]
+    def rewrite(jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in rewritten_jaxprs:
+            eqns = [new for eqn in jaxpr.eqns for new in rule(eqn, rewrite)]
             same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
             effects = jaxpr.effects - (_effects(jaxpr.eqns) - _effects(eqns))
-            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns, effects=effects)
-        return known[id(jaxpr)]
+            rewritten_jaxprs[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns, effects=effects)
+        return rewritten_jaxprs[id(jaxpr)]
 
-    new = of(closed.jaxpr)
+    new = rewrite(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
 
 
@@ -183,24 +183,24 @@ def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
     assert not closed.consts, "the function captures arrays"
     atoms: dict[Atom, Atom] = {**dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))}
     results: dict[Atom, Var] = dict(zip(closed.jaxpr.outvars, eqn.outvars, strict=True))
-    made = []
+    replacements = []
     for e in closed.jaxpr.eqns:
         ins = [a if isinstance(a, Literal) else atoms.get(a) or results.get(a, a) for a in e.invars]
         outs = [results.get(v, v) for v in e.outvars]
-        made.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
-    return made
+        replacements.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
+    return replacements
 
 
 def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields the equations of a jaxpr and of all that it holds at any depth, once for functions under `jax.jit` called
     twice.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [jaxpr]
     while stack:
         current = stack.pop()
-        if id(current) not in seen:
-            seen.add(id(current))
+        if id(current) not in visited:
+            visited.add(id(current))
             yield from current.eqns
             stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
@@ -243,12 +243,12 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def set_dead_code_rule(primitive: Primitive, whole: Callable[[JaxprEqn], bool]) -> None:
-    """Drops unused equations, results and inputs of a primitive's `call_jaxpr`, unless `whole(eqn)`."""
+def set_dead_code_rule(primitive: Primitive, keeps_all: Callable[[JaxprEqn], bool]) -> None:
+    """Drops unused equations, results and inputs of a primitive's `call_jaxpr`, unless `keeps_all(eqn)`."""
 
-    def rule(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
+    def rule(used_outputs: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
         eqn = live_and_eqn[-1]  # before it, from JAX 0.12 on, comes which inputs live on after the jaxpr
-        return ([True] * len(eqn.invars), eqn) if whole(eqn) else pe.dce_jaxpr_closed_call_rule(used, *live_and_eqn)
+        return ([True] * len(eqn.invars), eqn) if keeps_all(eqn) else pe.dce_jaxpr_closed_call_rule(used_outputs, *live_and_eqn)
 
     pe.dce_rules[primitive] = rule
 

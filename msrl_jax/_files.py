@@ -59,7 +59,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        inner = (
+            container.values() if isinstance(container, dict) else container
+            for container in level
+            if isinstance(container, dict | list)
+        )
         if not (level := list(itertools.chain.from_iterable(inner))):
             return value
     raise ValueError("it is nested too deeply")

@@ -62,12 +62,12 @@ class Program(Generic[State]):
         self.executables = Executables(seconds=seconds)
         self.ahead = _AHEAD + self.layout.staleness
         self.state = StateLayout(tree, schedule.inputs, graph.axes, graph.delayed, self.layout.staleness, traced)
-        check_fits = MemoryCheck(functools.partial(_remedy, traced))
+        check_fits = MemoryCheck(functools.partial(_memory_remedy, traced))
         self.host_loop = HostLoop(schedule, graph.axes, self.executables, self.ahead, check_fits)
-        leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
+        leaves, shardings = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
         rewritten = fused is not traced.jaxpr
         self._fused = (
-            FusedLoop(jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self.executables, check_fits)
+            FusedLoop(jaxpr_as_fun(fused), leaves, shardings, schedule.metrics, rewritten, self.executables, check_fits)
             if fused
             else None
         )
@@ -224,13 +224,13 @@ class Program(Generic[State]):
         for start in range(0, iterations, chunk):
             leaves, metrics = self.run_chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
-        return self.state.unflatten(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
+        return self.state.unflatten(leaves), jax.tree.unflatten(self.traced.metrics, _join_chunks(parts))
 
     @property
     def sent(self) -> dict[str, DeltaStats]:
         """Statistics of codecs that send changes: for every such transfer, its number, ends and first value, and the counts."""
         found = {}
-        for number, (i, sent) in enumerate(self.host_loop.sent.items()):
+        for number, (i, sent) in enumerate(self.host_loop.delta_stats.items()):
             ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
             found[f"{number}: {ends}: {label_of(i.results[0])}"] = sent
         return found
@@ -292,10 +292,10 @@ class Program(Generic[State]):
         if self._fused:
             return self._fused.run(leaves, length, most)
         leaves, rows = self.host_loop.run(leaves, length)
-        return leaves, _together(np.stack, jnp.stack, rows)
+        return leaves, _combine_rows(np.stack, jnp.stack, rows)
 
 
-def _remedy(traced: Traced) -> str:
+def _memory_remedy(traced: Traced) -> str:
     """What to do if a program exceeds the memory of its devices."""
     return (
         f"The largest array of an iteration, before it is split, is {largest_array(traced.jaxpr.jaxpr)}. Use fewer "
@@ -304,14 +304,14 @@ def _remedy(traced: Traced) -> str:
     )
 
 
-def _joined(chunks: Sequence[list[Any]]) -> list[Any]:
+def _join_chunks(chunks: Sequence[list[Any]]) -> list[Any]:
     """Joins the metrics of chunks to those of a run, as writable NumPy arrays."""
     if len(chunks) == 1:  # JAX returns read-only arrays
         return [x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in chunks[0]]
-    return _together(np.concatenate, jnp.concatenate, chunks)
+    return _combine_rows(np.concatenate, jnp.concatenate, chunks)
 
 
-def _together(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+def _combine_rows(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy does not support them."""
     keys = [is_key(x) for x in rows[0]]
     return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

@@ -45,7 +45,7 @@ def is_single_accelerator(placement: Placement) -> bool:
 
 def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
-    return rewritten(closed, lambda eqn, of: _with_fewer_arrays(replace_jaxprs(eqn, of)))
+    return rewritten(closed, lambda eqn, rewrite: _with_fewer_arrays(replace_jaxprs(eqn, rewrite)))
 
 
 def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -67,51 +67,56 @@ def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
 
 
 class SmallArrayPacker:
-    """Arrays whose small members are packed into one vector of words; none are packed unless `worth`."""
+    """Arrays whose small members are packed into one vector of words; none are packed unless `is_enabled`."""
 
-    def __init__(self, arrays: Sequence[ShapedArray], worth: bool = True, most: int = _MOST_BYTES):
+    def __init__(self, arrays: Sequence[ShapedArray], is_enabled: bool = True, most: int = _MOST_BYTES):
         self._arrays = arrays
         fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= most
         small = [i for i, x in enumerate(arrays) if fits(x)]
-        self.small = frozenset(small if worth and len(small) >= _FEWEST else ())
+        self.small = frozenset(small if is_enabled and len(small) >= _FEWEST else ())
 
     def pack(self, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the vector, `()` if there is none, and the other arrays."""
         words = [_as_words(x).ravel() for i, x in enumerate(xs) if i in self.small]
         return jnp.concatenate(words) if words else (), [x for i, x in enumerate(xs) if i not in self.small]
 
-    def unpack(self, words: Any, others: Sequence[Any]) -> Iterator[Any]:
+    def unpack(self, words: Any, other_arrays: Sequence[Any]) -> Iterator[Any]:
         """Yields the arrays, with the leading dimensions of the vector `[..., N]`."""
-        rest, at = iter(others), 0
+        remaining, offset = iter(other_arrays), 0
         for i, array in enumerate(self._arrays):
             if i not in self.small:
-                yield next(rest)
+                yield next(remaining)
                 continue
             size = math.prod(array.shape)
-            part = words[..., at : at + size]
+            part = words[..., offset : offset + size]
             yield _from_words(part.reshape(*part.shape[:-1], *array.shape), array.dtype)
-            at += size
+            offset += size
 
 
-def _steps(scan: Scan, given: int) -> int:
+def _steps(scan: Scan, unroll: int) -> int:
     """Returns the number of steps per loop iteration."""
     equations = sum(1 for _ in equations_in(scan.body.jaxpr))
     most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
-    return max(given, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
+    return max(unroll, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
 
 
 def _loop(scan: Scan, carry: SmallArrayPacker, rows: SmallArrayPacker, steps: int, operands: Sequence[Any]) -> list[Any]:
-    first, behind = scan.num_consts, scan.num_consts + scan.num_carry
+    carry_start, xs_start = scan.num_consts, scan.num_consts + scan.num_carry
     step = jaxpr_as_fun(scan.body)
 
-    def packing(before: Any, xs: Any) -> tuple[Any, Any]:
+    def packed_step(before: Any, xs: Any) -> tuple[Any, Any]:
         if steps > 1:  # or XLA would simplify across steps, e.g. merge two products with constants, which rounds once
             before = jax.lax.optimization_barrier(before)
-        results = step(*operands[:first], *carry.unpack(*before), *xs)
+        results = step(*operands[:carry_start], *carry.unpack(*before), *xs)
         return carry.pack(results[: scan.num_carry]), rows.pack(results[scan.num_carry :])
 
     after, stacked = jax.lax.scan(
-        packing, carry.pack(operands[first:behind]), list(operands[behind:]), scan.length, scan.reverse, unroll=steps
+        packed_step,
+        carry.pack(operands[carry_start:xs_start]),
+        list(operands[xs_start:]),
+        scan.length,
+        scan.reverse,
+        unroll=steps,
     )
     return [*carry.unpack(*after), *rows.unpack(*stacked)]
 

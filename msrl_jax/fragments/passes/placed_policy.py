@@ -47,8 +47,8 @@ def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
         if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
             return placement
-        others = [rule for rule in placement.rules if rule[0] != "member"]
-        return replace(placement, rules=(*rules, *others), separate=())
+        other_rules = [rule for rule in placement.rules if rule[0] != "member"]
+        return replace(placement, rules=(*rules, *other_rules), separate=())
 
     return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
 
@@ -81,12 +81,12 @@ class PlacedPolicy:
         if not isinstance(layout, Layout):
             raise TypeError(f"{shown(self.policy)}.layout(...) returned {shown(layout)}; return a msrl_jax.policies.Layout")
         layout = _members_first(layout, self.sizes)
-        known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
+        axes = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
         for axis, leaves in self.leaves.items():
-            if axis not in known:
+            if axis not in axes:
                 raise ValueError(
                     f"axes of {leaves[0][0]} name the logical axis {axis!r}, which no placement of {layout.policy} splits"
-                    f"{suggestion(axis, known)}; the axes are {', '.join(dict.fromkeys(known))}"
+                    f"{suggestion(axis, axes)}; the axes are {', '.join(dict.fromkeys(axes))}"
                 )
         for placement in layout.placements:
             self._check(placement, layout.policy)
@@ -103,8 +103,8 @@ class PlacedPolicy:
         for axis, group in self.groups.items():
             if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
                 raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")
-            if axis not in (known := [*AXES, *self.leaves]):
-                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, known)}")
+            if axis not in (axes := [*AXES, *self.leaves]):
+                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, axes)}")
             for path, size in self.leaves.get(axis, ()):
                 if size % group:
                     raise ValueError(
@@ -112,16 +112,16 @@ class PlacedPolicy:
                     )
 
     def _check(self, placement: Placement, policy: str) -> None:
-        given = [rule for rule in placement.rules if rule[0] in self.leaves]
+        rules = [rule for rule in placement.rules if rule[0] in self.leaves]
         # The first axis determines the split. Other axes stay whole unless they divide or belong to separate arrays.
-        for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
+        for axis, mesh_axis in (rule for rule in rules if rule[0] in (rules[0][0], *placement.separate)):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
-                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
+                in_groups = f" in groups of {group}, which stay on one device" if group > 1 else ""
                 raise ValueError(
                     f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
-                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{placement.name!r}{in_groups}; use a multiple of {ways * group}, or give {placement.name!r} "
                     f"{' or '.join(map(str, fit))} devices in {policy}"
                 )
 

@@ -83,14 +83,14 @@ def check_disjoint_learners(graph: Graph) -> None:
     """
     region = graph.region
     owners: list[dict[str, str]] = [{} for _ in region.carry]  # role -> fragment
-    from_leaves = _reached(
+    from_leaves = _propagate(
         {leaf: 1 << i for i, leaf in enumerate(region.carry)}, region.nodes, lambda eqn: (eqn.invars, eqn.outvars)
     )
     ends: dict[Var, int] = defaultdict(int)
     for i, out in enumerate(region.next_carry):
         if isinstance(out, Var):
             ends[out] |= 1 << i
-    to_ends = _reached(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
+    to_ends = _propagate(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
     for node in region.nodes:
         if is_fragment(node.eqn) and (role := node.eqn.params["role"]).startswith("learner:"):
             before, after = _by_type(node.eqn.invars, from_leaves), _by_type(node.eqn.outvars, to_ends)
@@ -98,35 +98,35 @@ def check_disjoint_learners(graph: Graph) -> None:
             for i in range(updated.bit_length()):
                 if updated >> i & 1:
                     owners[i].setdefault(role, node.eqn.params["name"])
-    for leaf, found in zip(region.carry, owners, strict=True):
-        if len(found) > 1:
-            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in found.items())
+    for leaf, fragments_by_role in zip(region.carry, owners, strict=True):
+        if len(fragments_by_role) > 1:
+            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in fragments_by_role.items())
             raise ValueError(
                 f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners update the same "
                 "parameters. Give each learner its own parameters, or both fragments the same role"
             )
 
 
-def _reached(
+def _propagate(
     starts: Mapping[Var, int], nodes: Iterable[Node], ends_of: Callable[[JaxprEqn], tuple[Sequence[Atom], Sequence[Atom]]]
 ) -> dict[Var, int]:
     """Returns the starts from which a path of values of one type leads to each variable, as bits of an integer."""
-    reached = defaultdict(int, starts)
+    bits = defaultdict(int, starts)
     for node in nodes:
         entries, exits = ends_of(node.eqn)
-        by_type = _by_type(entries, reached)
+        by_type = _by_type(entries, bits)
         for var in exits:
             if isinstance(var, Var):
-                reached[var] |= by_type[_type(var)]
-    return reached
+                bits[var] |= by_type[_type(var)]
+    return bits
 
 
 def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Any, int]:
-    found: dict[Any, int] = defaultdict(int)
+    bits_by_type: dict[Any, int] = defaultdict(int)
     for atom in atoms:
         if isinstance(atom, Var):
-            found[_type(atom)] |= bits.get(atom, 0)
-    return found
+            bits_by_type[_type(atom)] |= bits.get(atom, 0)
+    return bits_by_type
 
 
 def _type(var: Var) -> Any:
@@ -156,10 +156,10 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
 def check_meshes(instructions: Sequence[Instruction]) -> None:
     """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, RunProgram)):
-        own = run.placement.devices
+        placement_devices = run.placement.devices
         for name, mesh in _meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)
-            if devices != own:
+            if devices != placement_devices:
                 raise ValueError(
                     f"{run.name!r} has a `{name}` over its own mesh, [{', '.join(device_names(devices))}], but the policy "
                     f"places it at {run.placement}. Use these devices in this order for the mesh, leave the split to the "

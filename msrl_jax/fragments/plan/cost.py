@@ -59,12 +59,12 @@ class _Counter:
 
     def flops(self, jaxpr: Jaxpr) -> int:
         if id(jaxpr) not in self._flops:
-            self._flops[id(jaxpr)] = sum(map(self.of, jaxpr.eqns))
+            self._flops[id(jaxpr)] = sum(map(self.eqn_flops, jaxpr.eqns))
         return self._flops[id(jaxpr)]
 
-    def of(self, eqn: JaxprEqn) -> int:
-        if (alone := _eqn_flops(eqn)) is not None:
-            return alone
+    def eqn_flops(self, eqn: JaxprEqn) -> int:
+        if (own_flops := _eqn_flops(eqn)) is not None:
+            return own_flops
         if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
             if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is the default
                 return next((n for n, names in zip(inner, platforms, strict=True) if self._names & {*(names or ())}), inner[-1])
@@ -120,8 +120,8 @@ def _conv_products(eqn: JaxprEqn) -> int:
     dilations = zip(eqn.params["lhs_dilation"], eqn.params["rhs_dilation"], strict=True)
     strides = zip(eqn.params["window_strides"], eqn.params["padding"], dilations, strict=True)
     for size, kernel, output, (stride, (low, _), (holes, dilation)) in zip(inputs, kernels, outputs, strides, strict=True):
-        at = np.arange(output)[:, None] * stride + np.arange(kernel) * dilation - low
-        products *= int(np.sum((at >= 0) & (at < size * holes) & (at % holes == 0)))
+        positions = np.arange(output)[:, None] * stride + np.arange(kernel) * dilation - low
+        products *= int(np.sum((positions >= 0) & (positions < size * holes) & (positions % holes == 0)))
     return products
 
 

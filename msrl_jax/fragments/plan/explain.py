@@ -50,36 +50,40 @@ def explain(
     steps, layout = list(walk(instructions)), placed.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
     modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, RunProgram)}
-    found = {i: collectives(module) for i, module in modules.items()}
-    named = {f.name for f in fragments}
-    launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
+    reports = {i: collectives(module) for i, module in modules.items()}
+    fragment_names = {f.name for f in fragments}
+    launched = {
+        i: launches(module, fragment_names) if i.placement.devices[0].platform != "cpu" else () for i, module in modules.items()
+    }
     if in_loop:
-        launched = {i: per_iteration(each) for i, each in launched.items()}
-    programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, RunProgram))
+        launched = {i: per_iteration(counts) for i, counts in launched.items()}
+    programs = tuple(
+        _program(i, times, compiled[i], reports[i], launched[i]) for i, times in steps if isinstance(i, RunProgram)
+    )
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
     placements = {p.name: device_names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
-    of_runs = list(zip([i for i, _ in steps if isinstance(i, RunProgram)], programs, strict=True))
+    runs = list(zip([i for i, _ in steps if isinstance(i, RunProgram)], programs, strict=True))
     warnings = [
-        *_collective_warnings(of_runs),
+        *_collective_warnings(runs),
         *_loop_warnings(steps),
         *_unused_warnings(layout, steps),
         *_waiting_warnings(layout, instructions),
         *_replication_warnings(moves, shardings),
         *_codec_warnings(unused),
-        *_callback_warnings(of_runs),
-        *_memory_warnings(of_runs),
+        *_callback_warnings(runs),
+        *_memory_warnings(runs),
         *filter(None, [warn_of_idle(placed)]),
     ]
-    if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
+    if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in reports.items() if not f.understood]:
         warnings.append(
             f"the text that XLA prints for {', '.join(unclear)} could not be parsed completely: there may be more collectives "
             "than those listed"
         )
-    if not all(f.lengths_known for f in found.values()):
+    if not all(f.lengths_known for f in reports.values()):
         warnings.append("a program has collectives in a loop of unknown length; their bytes are counted once")
     if not fragments:
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
@@ -111,15 +115,15 @@ def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: S
     least = {}
     for placement in layout.placements:
         launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
-        whole = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
+        total_flops = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
         kind = getattr(placement.devices[0], "device_kind", "")
-        if launched and (seconds := roofline_seconds(kind, launched, whole / len(placement.devices))) is not None:
+        if launched and (seconds := roofline_seconds(kind, launched, total_flops / len(placement.devices))) is not None:
             least[placement.name] = seconds
     return least
 
 
 def _program(
-    run: RunProgram, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
+    run: RunProgram, times: int, compiled: jax.stages.Compiled, report: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
@@ -130,8 +134,8 @@ def _program(
         getattr(memory, "output_size_in_bytes", 0),
         getattr(memory, "temp_size_in_bytes", 0),
         getattr(memory, "alias_size_in_bytes", 0),
-        tuple(found.collectives),
-        found.understood,
+        tuple(report.collectives),
+        report.understood,
         launched,
     )
 
@@ -142,22 +146,22 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
     for result in move.results:
         values.setdefault(result.packed or result, []).append(result)
     source, destination = move.sources[0].placement.name, move.results[0].placement.name
-    for whole, parts in values.items():
-        arriving = [_bytes_received(v, shardings[v]) for v in parts]
+    for item, parts in values.items():
+        received_bytes = [_bytes_received(v, shardings[v]) for v in parts]
         label, aval = parts[0].label, parts[0].aval
-        codec, unpacked = "", sum(arriving)
-        if isinstance(whole, Packed):
-            label, aval, codec = whole.label, whole.aval, whole.codec
-            copies = max(arriving) // max(v.nbytes for v in parts)
+        codec, unpacked = "", sum(received_bytes)
+        if isinstance(item, Packed):
+            label, aval, codec = item.label, item.aval, item.codec
+            copies = max(received_bytes) // max(v.nbytes for v in parts)
             unpacked = copies * aval.size * aval.dtype.itemsize
-            if changes := get(whole.edge.codec).changes:
-                arriving = [copies * _CHANGE * math.ceil(aval.size / changes.one_in)]
-        yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(arriving), times, codec, unpacked)
+            if changes := get(item.edge.codec).changes:
+                received_bytes = [copies * _CHANGE * math.ceil(aval.size / changes.one_in)]
+        yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(received_bytes), times, codec, unpacked)
 
 
-def _bytes_received(value: Value, at: NamedSharding) -> int:
+def _bytes_received(value: Value, sharding: NamedSharding) -> int:
     """Bytes that all devices of a sharding hold together; a replicated array counts once per device."""
-    return math.prod(at.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(at.device_set)
+    return math.prod(sharding.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(sharding.device_set)
 
 
 def _loop(loop: Loop, times: int) -> LoopPlan:
@@ -212,9 +216,9 @@ def _loop_warnings(steps: _Steps) -> Iterator[str]:
 
 
 def _unused_warnings(layout: Layout, steps: _Steps) -> Iterator[str]:
-    used = {d for i, _ in steps if isinstance(i, RunProgram) for d in i.placement.devices}
+    used_devices = {d for i, _ in steps if isinstance(i, RunProgram) for d in i.placement.devices}
     for placement in layout.placements:
-        if used.isdisjoint(placement.devices):
+        if used_devices.isdisjoint(placement.devices):
             roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
             yield f"nothing runs on {placement}: no fragment has the role {roles}. Assign these devices to another placement"
 
@@ -282,11 +286,11 @@ def _callback_warnings(runs: _Runs) -> Iterator[str]:
 def _memory_warnings(runs: _Runs) -> Iterator[str]:
     """Warns of programs that would be rejected because they need more memory than their devices have."""
     for i, program in runs:
-        if found := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
-            devices, taken, limit = found
+        if excess := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
+            devices, nbytes, limit = excess
             more, have = (", ...", "have") if len(devices) > 1 else ("", "has")
             yield (
-                f"program {program.name!r} @ {program.placement} takes {size(taken)} of {device_names(devices)[0]}{more}, "
+                f"program {program.name!r} @ {program.placement} takes {size(nbytes)} of {device_names(devices)[0]}{more}, "
                 f"which {have} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
             )
 
@@ -331,15 +335,15 @@ def _parameters(placed: PlacedPolicy) -> list[str]:
     numbers = [f.name for f in dataclasses.fields(policy) if f.init and hints[f.name] in (int, int | None)]
     free = {name: None for name in numbers if hints[name] == int | None}
 
-    def found(others: dict[str, None]) -> Iterator[str]:
+    def variants(overrides: dict[str, None]) -> Iterator[str]:
         for name in numbers:
 
             def other(n: int, name: str = name) -> PlacedPolicy:
-                return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(others | {name: n})))
+                return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(overrides | {name: n})))
 
             yield from _first(range(1, len(placed.devices) + 1), other, "{policy}")
 
-    return list(found({})) or list(found(free))
+    return list(variants({})) or list(variants(free))
 
 
 def _first(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:

@@ -125,9 +125,9 @@ class Plan:
 
         Omits placements on CPUs, where launches are not counted.
         """
-        found = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
-        each = {name: sum(n for placement, n in found if placement == name) for name in self.placements}
-        return {name: number for name, number in each.items() if number}
+        counts = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
+        totals = {name: sum(n for placement, n in counts if placement == name) for name in self.placements}
+        return {name: number for name, number in totals.items() if number}
 
     @property
     def bytes_crossing(self) -> int:

@@ -46,13 +46,13 @@ def subtree(path: str) -> str:
 
 def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
-    together: dict[tuple[Any, ...], list[Crossing]] = {}
+    groups: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
         key = (subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
-        together.setdefault(key, []).append(c)
+        groups.setdefault(key, []).append(c)
     return [
         (leaves[0].value if len(leaves) == 1 else f"{subtree} ({len(leaves)} leaves)", leaves)
-        for (subtree, *_), leaves in together.items()
+        for (subtree, *_), leaves in groups.items()
     ]
 
 
@@ -70,7 +70,7 @@ def _crossing_row(name: str, leaves: Sequence[Crossing]) -> list[str]:
     ]
 
 
-def _some(devices: Sequence[str]) -> str:
+def _device_range(devices: Sequence[str]) -> str:
     """Returns the names of devices, or only the first and the last if there are many."""
     return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
 
@@ -108,8 +108,8 @@ def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
 
 def table_of(plan: Plan) -> str:
     """Returns the tables of a plan."""
-    where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
-    where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
+    where = "; ".join(f"{name} = {_device_range(devices)}" for name, devices in plan.placements.items())
+    where += f"; idle = {_device_range(plan.idle)}" if plan.idle else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
     stale = f", staleness {plan.staleness}" if plan.staleness else ""
     lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
@@ -141,10 +141,10 @@ def table_of(plan: Plan) -> str:
     unpacked = f", {size(plan.unpacked_bytes_crossing)} unpacked" if packed else ""
     lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
     head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
-    shown = len(head) if packed else head.index("codec")
-    rows = [_crossing_row(*each)[:shown] for each in grouped(plan.crossings)]
-    lines += _columns(head[:shown], rows) if rows else ["  nothing"]
-    found = [(p, c) for p in plan.programs for c in p.collectives]
+    num_columns = len(head) if packed else head.index("codec")
+    rows = [_crossing_row(*group)[:num_columns] for group in grouped(plan.crossings)]
+    lines += _columns(head[:num_columns], rows) if rows else ["  nothing"]
+    collectives = [(p, c) for p in plan.programs for c in p.collectives]
     unclear = [p for p in plan.programs if not p.collectives_known]
     lines += ["", "collectives inside programs"]
     lines += (
@@ -152,10 +152,10 @@ def table_of(plan: Plan) -> str:
             ("program", "kind", "bytes", "times/iteration", "source"),
             [
                 (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
-                for p, c in found
+                for p, c in collectives
             ],
         )
-        if found
+        if collectives
         else ["  none"]
         if not unclear
         else []

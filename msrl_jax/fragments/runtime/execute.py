@@ -51,21 +51,23 @@ class Executor:
         self,
         schedule: Schedule,
         executables: Executables,
-        around: CallWrapper = lambda call, what: call,
-        each: Callable[[Instruction, Step], Step] = lambda i, step: step,
-        sent: dict[Move, DeltaStats] | None = None,
+        wrap_call: CallWrapper = lambda call, what: call,
+        wrap_step: Callable[[Instruction, Step], Step] = lambda i, step: step,
+        delta_stats: dict[Move, DeltaStats] | None = None,
     ):
-        """Makes the steps; `around` wraps every JAX function that dispatches, e.g. to measure its time, and `each` the step of
-        an instruction. `sent` counts what Moves that send changes have sent.
+        """Makes the steps.
+
+        `wrap_call` wraps every JAX function that dispatches, e.g. to measure its time; `wrap_step` wraps the step of each
+        instruction. `delta_stats` counts what Moves that send changes have sent.
         """
-        self._schedule, self._executables, self._around, self._each = schedule, executables, around, each
+        self._schedule, self._executables, self._wrap_call, self._wrap_step = schedule, executables, wrap_call, wrap_step
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
             + [v.index for v in executables.shardings],
             default=0,
         )
         self.senders: list[DeltaSender] = []
-        self._sent: dict[Move, DeltaStats] = {} if sent is None else sent
+        self._delta_stats: dict[Move, DeltaStats] = {} if delta_stats is None else delta_stats
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
@@ -100,9 +102,9 @@ class Executor:
         return after, [slots[v.index] for v in self._schedule.metrics], measured
 
     def _step(self, i: Instruction) -> Step:
-        return self._each(i, self._made(i))
+        return self._wrap_step(i, self._make_step(i))
 
-    def _made(self, i: Instruction) -> Step:
+    def _make_step(self, i: Instruction) -> Step:
         match i:
             case HostCall():
                 return self._host_call(i)
@@ -136,20 +138,20 @@ class Executor:
     def _host_call(self, i: HostCall) -> Step:
         queue, count = self._queue, len(i.outputs)
         assert queue is not None
-        place = self._around(self._executables.call(self._executables.compiled[i]), "transfer")
+        place = self._wrap_call(self._executables.call(self._executables.compiled[i]), "transfer")
         ins, outs = _slots(i.inputs), _slots(i.outputs)
-        return _step(lambda *args: queue.start(i.function, lambda made: place(*made), args, count), ins, outs)
+        return _step(lambda *args: queue.start(i.function, lambda results: place(*results), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> ExecutableCall:
         """Returns the function that runs a program, throttled to the pace of its devices."""
-        call = self._around(self._executables.call(compiled), "program")
+        call = self._wrap_call(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
         # Two programs with collectives between processes, in a different order on each, could wait for each other.
         ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
-        wait = self._around(lambda arrays: jax.block_until_ready(arrays), "wait")
+        wait = self._wrap_call(lambda arrays: jax.block_until_ready(arrays), "wait")
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -170,39 +172,39 @@ class Executor:
             return self._assigned(self._cross(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
-            elsewhere = [remote(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
-            return _step(lambda: elsewhere, [], outs)
+            remote_arrays = [remote(v.aval, sharding) for v, sharding in zip(i.results, shardings, strict=True)]
+            return _step(lambda: remote_arrays, [], outs)
         if coalesced := self._executables.coalesced.get(i):
-            order = (*coalesced.alone, *coalesced.joined)
+            order = (*coalesced.separate, *coalesced.joined)
             return self._assigned(self._send_coalesced(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
-        put, copied = self._transfer(i), self._executables.compiled.get(i)
+        place, copied = self._transfer(i), self._executables.compiled.get(i)
         copy = self._program(copied, i.results) if copied else None
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
-            arrived = put(arrays, shardings)
+            arrived = place(arrays, shardings)
             return copy(*arrived) if copy else arrived
 
         return self._assigned(send, ins, outs)
 
     def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
-        return self._around(_put_one_copy if to_one else _put, "transfer")
+        return self._wrap_call(_place_one_copy if to_one else _place, "transfer")
 
     def _sender(self, i: Move, patching: DeltaTransfer) -> DeltaSender:
-        here = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
-        there = [self._program(p, i.results) for p in (patching.split, patching.patch)]
-        wait = self._around(lambda array: jax.block_until_ready(array), "wait")
-        sent = self._sent.setdefault(i, DeltaStats(patching.words))
-        self.senders.append(DeltaSender(patching, [*here, *there], self._transfer(i), wait, sent))
+        source_programs = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
+        destination_programs = [self._program(p, i.results) for p in (patching.split, patching.patch)]
+        wait = self._wrap_call(lambda array: jax.block_until_ready(array), "wait")
+        stats = self._delta_stats.setdefault(i, DeltaStats(patching.words))
+        self.senders.append(DeltaSender(patching, [*source_programs, *destination_programs], self._transfer(i), wait, stats))
         return self.senders[-1]
 
     def _send_coalesced(self, i: Move, coalesced: Coalesced) -> ExecutableCall:
-        put, num_alone = self._transfer(i), len(coalesced.alone)
+        place, num_separate = self._transfer(i), len(coalesced.separate)
         join, split = self._program(coalesced.join, i.sources), self._program(coalesced.split, i.results)
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
-            arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], coalesced.shardings)
-            return [*arrived[:num_alone], *split(*arrived[num_alone:])]
+            arrived = place([*arrays[:num_separate], *join(*arrays[num_separate:])], coalesced.shardings)
+            return [*arrived[:num_separate], *split(*arrived[num_separate:])]
 
         return send
 
@@ -210,7 +212,7 @@ class Executor:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
-        cross = self._around(crossing(kinds, *ends), "transfer")
+        cross = self._wrap_call(crossing(kinds, *ends), "transfer")
         self._executables.seconds += time.perf_counter() - start
         return lambda *arrays: cross(arrays)
 
@@ -233,10 +235,10 @@ class Executor:
                     slots[slot] = numbers[t]
                 for b in steps:
                     b(slots)
-                left = [slots[k] for k in leaves]
+                carried = [slots[k] for k in leaves]
                 for k in leaves:
                     slots[k] = None
-                for k, x in zip(enters, left, strict=True):
+                for k, x in zip(enters, carried, strict=True):
                     slots[k] = x
             for body_in, result in end:
                 slots[result] = slots[body_in]
@@ -247,11 +249,11 @@ class Executor:
     def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
         """Row numbers as arrays on the devices, so that a loop does not wait for transfers from the host."""
         sharding = self._executables.shardings[index]
-        known = self._rows.setdefault(sharding, [])
-        if len(known) < length:
-            more = [np.int32(t) for t in range(len(known), length)]
-            known += transfer(more, [sharding] * len(more))
-        return known
+        numbers = self._rows.setdefault(sharding, [])
+        if len(numbers) < length:
+            more = [np.int32(t) for t in range(len(numbers), length)]
+            numbers += transfer(more, [sharding] * len(more))
+        return numbers
 
 
 def _slots(values: Sequence[Value]) -> list[int]:
@@ -268,13 +270,13 @@ def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence
     return step
 
 
-def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+def _place(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     return jax.device_put(list(arrays), list(shardings))
 
 
-def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+def _place_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Puts arrays of several devices on one device; JAX would inspect all copies."""
-    return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
+    return _place([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
 def waiting() -> Any:
@@ -285,8 +287,8 @@ def waiting() -> Any:
 def named_in_traces(call: ExecutableCall, what: CallKind) -> ExecutableCall:
     """Wraps a function so that its time has a name in `jax.profiler` traces."""
 
-    def named(*args: Any) -> Any:
+    def annotated(*args: Any) -> Any:
         with jax.profiler.TraceAnnotation(f"{IN_TRACES}{what}"):
             return call(*args)
 
-    return named
+    return annotated

@@ -73,8 +73,8 @@ class FusedLoop:
         """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
             compiled = self.executables.compile(self._request(most, donate, prescribed))
-            made = compiled.output_shardings[len(self.leaves) :]
-            if all(to_placement_sharding(s, v) for s, v in zip(made, self.metrics, strict=True)):
+            metric_shardings = compiled.output_shardings[len(self.leaves) :]
+            if all(to_placement_sharding(s, v) for s, v in zip(metric_shardings, self.metrics, strict=True)):
                 return compiled
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
@@ -90,15 +90,19 @@ class FusedLoop:
         return tuple(self.iteration(*leaves))
 
     def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+        write_row = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
         state = SmallArrayPacker([v.aval for v in self.leaves], self.packs and self.rewritten)
         metrics = SmallArrayPacker([v.aval for v in self.metrics], self.packs)
 
         def step(carry: _Loop) -> _Loop:
-            done, before, rows = carry
+            index, before, rows = carry
             results = list(self.iteration(*state.unpack(*before)))
             row = metrics.pack(results[len(self.leaves) :])
-            return done + 1, state.pack(results[: len(self.leaves)]), jax.tree.map(lambda x, r: put(x, r, done, 0), rows, row)
+            return (
+                index + 1,
+                state.pack(results[: len(self.leaves)]),
+                jax.tree.map(lambda x, r: write_row(x, r, index, 0), rows, row),
+            )
 
         def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
             row = jax.eval_shape(metrics.pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.metrics])

@@ -61,21 +61,21 @@ class StateLayout:
     @property
     def nbytes(self) -> dict[Device, int]:
         """Bytes of the state on every device of this process."""
-        held: dict[Device, int] = {}
+        totals: dict[Device, int] = {}
         for (leaf, *_), copies in zip(self.inputs, self.copies, strict=True):
             for sharding in copies:
                 part = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.aval.shape), leaf.aval.dtype)
                 for device in sharding.addressable_devices:
-                    held[device] = held.get(device, 0) + array_bytes(part)
-        return held
+                    totals[device] = totals.get(device, 0) + array_bytes(part)
+        return totals
 
     def check_memory(self) -> None:
         """Raises ValueError if a state exceeds the memory of the devices; reports the bytes and the largest leaf."""
-        if found := lacking_memory(self.nbytes):
-            devices, taken, limit = found
+        if excess := lacking_memory(self.nbytes):
+            devices, nbytes, limit = excess
             largest = max((copies[0] for copies in self.inputs), key=lambda v: v.nbytes)
             raise ValueError(
-                f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
+                f"the state takes {nbytes:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
                 f"{largest.label}, {largest.aval.dtype}{list(largest.aval.shape)}. Use a smaller capacity, fewer environments "
                 "or seeds, shorter chunks of a recorded run, or a policy that splits that leaf over more devices"
             )

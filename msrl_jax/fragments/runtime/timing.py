@@ -53,29 +53,29 @@ def check_delay(seconds: object) -> None:
 
 def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, iterations: int = 4) -> dict[Instruction, Cost]:
     """Measures every instruction alone, over a few iterations that consume the memory of `leaves`; returns the medians."""
-    found: dict[Instruction, list[Cost]] = defaultdict(list)
+    samples: dict[Instruction, list[Cost]] = defaultdict(list)
 
     def timed(i: Instruction, step: Step) -> Step:
         if isinstance(i, Loop | Free):
             return step
-        made = [v.index for v in i.makes()]
+        result_slots = [v.index for v in i.makes()]
 
         def measured(slots: Slots) -> None:
             start = time.perf_counter()
             step(slots)
             returned = time.perf_counter()
-            jax.block_until_ready([slots[k] for k in made])
-            found[i].append(Cost(returned - start, time.perf_counter() - start))
+            jax.block_until_ready([slots[k] for k in result_slots])
+            samples[i].append(Cost(returned - start, time.perf_counter() - start))
 
         return measured
 
-    execute = Executor(schedule, executables, each=timed)
+    execute = Executor(schedule, executables, wrap_step=timed)
     for iteration in range(1 + iterations):
         if iteration == 1:
-            found.clear()  # JAX prepares a program in its first call
+            samples.clear()  # JAX prepares a program in its first call
         leaves, *_ = execute(leaves)
         jax.block_until_ready(leaves)
-    return {i: Cost(*map(statistics.median, zip(*costs, strict=True))) for i, costs in found.items()}
+    return {i: Cost(*map(statistics.median, zip(*costs, strict=True))) for i, costs in samples.items()}
 
 
 def time_chunks(run: Callable[[Leaves], Leaves], leaves: Leaves) -> float:
@@ -122,8 +122,8 @@ class _Clock:
             self.ready[c.body_in] = self.ready.get(c.init, 0.0)
         for _ in range(i.length):
             self.run(i.body)
-            left = [self.ready.get(c.body_out, 0.0) for c in i.carry]
-            self.ready.update(zip((c.body_in for c in i.carry), left, strict=True))
+            carried = [self.ready.get(c.body_out, 0.0) for c in i.carry]
+            self.ready.update(zip((c.body_in for c in i.carry), carried, strict=True))
         for c in i.carry:
             self.ready[c.result] = self.ready[c.body_in]
 
@@ -187,7 +187,7 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each JAX call
     in_programs: list[float] = []  # seconds in compiled programs
 
-    def around(call: ExecutableCall, what: CallKind) -> ExecutableCall:
+    def wrap_call(call: ExecutableCall, what: CallKind) -> ExecutableCall:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)
@@ -198,7 +198,7 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
 
         return timed
 
-    execute = Executor(schedule, executables, around)
+    execute = Executor(schedule, executables, wrap_call)
     instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))
     rows = []
     for _ in range(1 + _ITERATIONS):

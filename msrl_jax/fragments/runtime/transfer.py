@@ -54,23 +54,23 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
     """
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
-    found: dict[int, jax.Array] = {}
+    results: dict[int, jax.Array] = {}
     crossings: dict[Any, list[int]] = {}
     for i, (x, to) in enumerate(zip(arrays, shardings, strict=True)):
         if not is_global(x):
-            found[i] = _spread(x, to)
+            results[i] = _spread(x, to)
         elif len(processes := owners(x.sharding, to)) > 1:
             crossings.setdefault((x.sharding.mesh, to.mesh), []).append(i)
         elif jax.process_index() in processes:
-            found[i] = jax.device_put(x, to)
+            results[i] = jax.device_put(x, to)
         else:
-            found[i] = remote(x, to)
+            results[i] = remote(x, to)
     for numbers in crossings.values():
         group = [arrays[i] for i in numbers]
         kinds = tuple((x.shape, x.dtype) for x in group)
         cross = crossing(kinds, tuple(x.sharding for x in group), tuple(shardings[i] for i in numbers))
-        found |= dict(zip(numbers, cross(group), strict=True))
-    return [found[i] for i in range(len(arrays))]
+        results |= dict(zip(numbers, cross(group), strict=True))
+    return [results[i] for i in range(len(arrays))]
 
 
 @functools.lru_cache(maxsize=128)
@@ -99,46 +99,46 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
         return jax.device_get(full)
     everyone = {*range(jax.process_count())}
     spread = [i for i, x in enumerate(full) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)]
-    found = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
-    here = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in found}
-    found |= jax.device_get(here)
-    return [found[i] for i in range(len(full))]
+    results = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
+    local_arrays = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in results}
+    results |= jax.device_get(local_arrays)
+    return [results[i] for i in range(len(full))]
 
 
 def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
     """Sends global arrays to every host: each process sends the blocks of which its device has the first copy."""
     me = jax.process_index()
-    sent: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}
-    made: list[np.ndarray] = []
+    blocks_by_process: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}
+    results: list[np.ndarray] = []
     mine: list[np.ndarray] = []
     for number, x in enumerate(arrays):
         data = jax.random.key_data(x) if is_key(x) else x
-        made.append(np.empty(data.shape, data.dtype))
-        held = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
-        here = {shard.device: shard.data for shard in data.addressable_shards}
-        for block, device in first_holders(held).items():
-            sent[device.process_index].append((number, block))
+        results.append(np.empty(data.shape, data.dtype))
+        device_blocks = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
+        local_data = {shard.device: shard.data for shard in data.addressable_shards}
+        for block, device in first_holders(device_blocks).items():
+            blocks_by_process[device.process_index].append((number, block))
             if device.process_index == me:
-                mine.append(np.ascontiguousarray(here[device]).reshape(-1).view(np.uint8))
-    lengths = {p: sum(_nbytes(made[number], block) for number, block in parts) for p, parts in sent.items()}
+                mine.append(np.ascontiguousarray(local_data[device]).reshape(-1).view(np.uint8))
+    lengths = {p: sum(_nbytes(results[number], block) for number, block in parts) for p, parts in blocks_by_process.items()}
     gathered = _allgather_bytes(np.concatenate(mine) if mine else np.empty(0, np.uint8), max(lengths.values()))
-    for p, parts in sent.items():
+    for p, parts in blocks_by_process.items():
         start = 0
         for number, block in parts:
-            out = made[number]
+            out = results[number]
             stop = start + _nbytes(out, block)
             part = gathered[p, start:stop].view(out.dtype).reshape([high - low for low, high in block])
             out[tuple(slice(*bounds) for bounds in block)] = part
             start = stop
     impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
-    return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(made, impls, strict=True)]
+    return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(results, impls, strict=True)]
 
 
-def first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
+def first_holders(device_blocks: Mapping[Device, Block]) -> dict[Block, Device]:
     """Returns the first device, by process and number, that has each block."""
     first: dict[Block, Device] = {}
-    for device in sorted(held, key=lambda d: (d.process_index, d.id)):
-        first.setdefault(held[device], device)
+    for device in sorted(device_blocks, key=lambda d: (d.process_index, d.id)):
+        first.setdefault(device_blocks[device], device)
     return first
 
 
@@ -163,22 +163,22 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     """
     targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
     fresh: list[bool] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     for i, s in targets:
         x = flat[i]
         # A transfer may share memory with its source if they share a device, and one array may be several leaves.
         on_host = not is_global(x)
         shared = on_host or bool(x.sharding.device_set & s.device_set)
-        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
-        seen.add(id(x))
+        fresh.append(shared and (copy or on_host or id(x) in visited or x.sharding != s))
+        visited.add(id(x))
     arrays = [flat[i] for i, _ in targets]
-    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
-    if elsewhere:
-        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
-        for k, x in zip(elsewhere, moved, strict=True):
+    misplaced = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
+    if misplaced:
+        moved = transfer([arrays[k] for k in misplaced], [targets[k][1] for k in misplaced])
+        for k, x in zip(misplaced, moved, strict=True):
             arrays[k] = x
-    again = [k for k, is_fresh in enumerate(fresh) if is_fresh]
-    for k, x in zip(again, _copied([arrays[k] for k in again]), strict=True):
+    to_copy = [k for k, is_fresh in enumerate(fresh) if is_fresh]
+    for k, x in zip(to_copy, _copied([arrays[k] for k in to_copy]), strict=True):
         arrays[k] = x
     # Copies are made in the background, and the caller may write to memory of NumPy once this returns.
     jax.block_until_ready([arrays[k] for k, (i, _) in enumerate(targets) if not isinstance(flat[i], jax.Array)])
@@ -188,9 +188,9 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
 
 def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Copies arrays in place; compiles nothing for those of this process: a program for each shape would stay in memory."""
-    own = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
-    moved = jax.device_put([arrays[k] for k in own], [arrays[k].sharding for k in own], may_alias=False)
-    copies = dict(zip(own, moved, strict=True))
+    local = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
+    moved = jax.device_put([arrays[k] for k in local], [arrays[k].sharding for k in local], may_alias=False)
+    copies = dict(zip(local, moved, strict=True))
     return [copies[k] if k in copies else jax.jit(jnp.copy, out_shardings=x.sharding)(x) for k, x in enumerate(arrays)]
 
 
@@ -208,21 +208,21 @@ def initialize(
     Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy arrays, are not part
     of a program. Large leaves are computed where they are kept, so that no device needs more memory than for its part.
     """
-    held, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
-    flat: dict[int, Any] = {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
+    captured, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
+    flat: dict[int, Any] = {i: captured[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in captured}
     with_host = calls_host(init.jaxpr)
-    rest = [i for i in range(count) if i not in flat]
-    large = [i for i in rest if not with_host and i not in registers and array_bytes(init.out_avals[i]) >= LARGE]
-    small = [i for i in rest if i not in large]
+    computed = [i for i in range(count) if i not in flat]
+    large = [i for i in computed if not with_host and i not in registers and array_bytes(init.out_avals[i]) >= LARGE]
+    small = [i for i in computed if i not in large]
     if with_host:
-        made = evaluate_with_host(init, args)
-        flat |= {i: made[i] for i in small}
+        values = evaluate_with_host(init, args)
+        flat |= {i: values[i] for i in small}
     else:
         flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _leaves(init, xs, small)), *args), strict=True))
     to = [*(shardings[i] for i in flat), *shardings[count:]]
     placed = put([*flat.values(), *(flat[i] for i in registers)], to, copy=True)
-    found = _computed_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
-    return [*(found[i] for i in range(count)), *placed[len(flat) :]]
+    leaves = _computed_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
+    return [*(leaves[i] for i in range(count)), *placed[len(flat) :]]
 
 
 def _computed_in_place(
@@ -232,14 +232,14 @@ def _computed_in_place(
     for i, copies in shardings.items():
         for sharding in copies:
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
-    found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
+    leaves: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
     for mesh, targets in by_mesh.items():
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers, out = [i for i, _ in targets], [sharding for _, sharding in targets]
         arrays = evaluate(jax.jit(lambda *xs, numbers=numbers: _leaves(init, xs, numbers), out_shardings=out), *arguments)
         for i, array in zip(numbers, arrays, strict=True):
-            found[i] += (array,)
-    return found
+            leaves[i] += (array,)
+    return leaves
 
 
 def _leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:

@@ -54,10 +54,10 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     if not isinstance(name, str):
         raise TypeError(f"the name of the {kind} is {shown(name)}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}
-    found = name if name in table else by_lower.get(name.lower())
-    if found is None:
+    key = name if name in table else by_lower.get(name.lower())
+    if key is None:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
-    return table[found]
+    return table[key]
 
 
 _LONGEST = 100  # maximum number of characters of a value in a message

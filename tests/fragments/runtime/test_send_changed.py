@@ -148,10 +148,10 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=AXES)
     program.run(state, 2)
     (sender,) = program.host_loop.executor().senders
-    put, sender._put = sender._put, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    place, sender._place = sender._place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
-    sender._put = put
+    sender._place = place
     before = sender.sent.whole
     after, _ = program.run(state, 3)
     assert sender.sent.whole == before + 1
