@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.core import ShapedArray as ShapedArray
@@ -32,6 +32,9 @@ jaxpr_as_fun = core.jaxpr_as_fun
 cond_p, jit_p, scan_p, while_p = primitives.cond_p, primitives.jit_p, primitives.scan_p, primitives.while_p
 
 Atom = Var | Literal
+
+PyTreeDef: TypeAlias = Any
+"""The structure of a tree. `jax.tree_util.PyTreeDef` is a variable, which type checkers do not accept as a type."""
 
 # Calls that only evaluate their bodies, so the bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
 # call, and the schedule of a remat, matter only under differentiation, which is done once a loop is traced.)
@@ -225,7 +228,7 @@ def is_tracing() -> bool:
     return type(core.find_top_trace(())).__name__ != "EvalTrace"
 
 
-def is_traced_here(x: Any) -> bool:
+def is_traced_here(x: object) -> bool:
     """Whether the innermost active transformation gives `x` a batch axis or a tangent."""
     # JAX has no public name for a tracer's trace. Without it every value would count as batched or differentiated.
     return isinstance(x, Tracer) and x._trace is core.find_top_trace((x,))

@@ -12,7 +12,7 @@ from typing import Any
 from msrl_jax.fragments.support.checks import shown
 
 
-def as_path(name: str, value: Any) -> Path:
+def as_path(name: str, value: object) -> Path:
     """Converts a string or path-like object to a path; raises TypeError for anything else, ValueError if it is empty."""
     if value == "":
         raise ValueError(f"{name}='' is not a path; pass one, or omit it")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
+from msrl_jax._compat import ClosedJaxpr, PyTreeDef, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import Traced
 from msrl_jax.fragments.passes.instructions import Instruction, RunProgram, Schedule
@@ -52,7 +52,7 @@ class Program(Generic[State]):
         graph: Graph,
         schedule: Schedule,
         fused: ClosedJaxpr | None,
-        tree: Any,
+        tree: PyTreeDef,
         traced: Traced,
         seconds: float,
     ):
@@ -311,7 +311,9 @@ def _join_chunks(chunks: Sequence[list[Any]]) -> list[Any]:
     return _combine_rows(np.concatenate, jnp.concatenate, chunks)
 
 
-def _combine_rows(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+def _combine_rows(
+    on_host: Callable[[Sequence[Any]], Any], on_device: Callable[[Sequence[Any]], Any], rows: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy does not support them."""
     keys = [is_key(x) for x in rows[0]]
     return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

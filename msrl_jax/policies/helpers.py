@@ -4,7 +4,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -131,7 +131,7 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
     return tuple(Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _by_name(choice).items())
 
 
-def check_counts(policy: Any, *fields: str) -> None:
+def check_counts(policy: object, *fields: str) -> None:
     """Makes numbers of devices integers; raises ValueError if one is below 1, or is None and not by default."""
     for name in fields:
         if not (getattr(policy, name) is None and getattr(type(policy), name) is None):

@@ -282,7 +282,7 @@ def is_custom(policy: str) -> bool:
     return bool(colon) and first.lower() not in map(str.lower, POLICIES)
 
 
-def _is_policy(value: Any) -> bool:
+def _is_policy(value: object) -> bool:
     return isinstance(value, type) and callable(getattr(value, "layout", None))
 
 

@@ -20,6 +20,7 @@ from msrl_jax._compat import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    PyTreeDef,
     Var,
     call_body,
     equations_in,
@@ -55,8 +56,8 @@ class HostFunction:
 
     name: str
     fn: Callable[..., Any]
-    arguments: Any  # the tree of its arguments
-    results: Any  # the tree of its results
+    arguments: PyTreeDef  # the tree of its arguments
+    results: PyTreeDef  # the tree of its results
     paths: tuple[str, ...]  # the paths of its results
     kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 

@@ -55,7 +55,9 @@ def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, **marks: Any) -> Sequence[Any]:
     return jaxpr_as_fun(call_jaxpr)(*xs)
 
 
-def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: Any) -> tuple[Any, Any]:
+def _batch(
+    axis: Any, xs: Sequence[Any], dims: Sequence[int | None], *, call_jaxpr: ClosedJaxpr, **marks: Any
+) -> tuple[Any, Any]:
     if "host" in marks:
         raise ValueError(
             f"fragment {marks['name']!r} runs on the host, where jax.vmap cannot batch it; run one member at a time (seeds=1), "

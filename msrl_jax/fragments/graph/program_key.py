@@ -66,7 +66,7 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     return _closed_key(closed, _traced_key, ignores_weak_types=True)
 
 
-def _closed_key(closed: ClosedJaxpr, key_of: Callable[[Any], Hashable], ignores_weak_types: bool = False) -> Hashable:
+def _closed_key(closed: ClosedJaxpr, key_of: Callable[[object], Hashable], ignores_weak_types: bool = False) -> Hashable:
     keys: dict[Hashable, int] = {}
     numbers_by_id: dict[int, int] = {}
 
@@ -81,7 +81,7 @@ def _closed_key(closed: ClosedJaxpr, key_of: Callable[[Any], Hashable], ignores_
 
 
 def _jaxpr_key(
-    jaxpr: Jaxpr, key_of: Callable[[Any], Hashable], ignores_weak_types: bool, number_of: Callable[[Jaxpr], int]
+    jaxpr: Jaxpr, key_of: Callable[[object], Hashable], ignores_weak_types: bool, number_of: Callable[[Jaxpr], int]
 ) -> Hashable:
     numbers: dict[Var, Hashable] = {}
     unused = itertools.count()
@@ -110,7 +110,7 @@ def _jaxpr_key(
         params = tuple((k, param_key(v)) for k, v in sorted(e.params.items()) if k not in labels)
         return e.primitive, tuple(map(atom_key, e.invars)), tuple(map(atom_key, e.outvars)), params, context(e)
 
-    def param_key(p: Any) -> Hashable:
+    def param_key(p: object) -> Hashable:
         if isinstance(p, ClosedJaxpr):
             return "closed jaxpr", number_of(p.jaxpr), tuple(map(key_of, p.consts))
         if isinstance(p, Jaxpr):
@@ -142,7 +142,7 @@ def _literal_key(literal: Literal) -> Hashable:
     return _content_bytes(np.asarray(literal.val, aval(literal).dtype))
 
 
-def value_key(value: Any) -> Hashable:
+def value_key(value: object) -> Hashable:
     """Returns the key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
 
     For a number or array: the type (dtype, shape, weak type) and the bytes; for a container or dataclass: the type and the
@@ -170,7 +170,7 @@ def value_key(value: Any) -> Hashable:
     return type(value), _hashable(value)
 
 
-def _is_wrapper(value: Any) -> bool:
+def _is_wrapper(value: object) -> bool:
     """Whether a callable is a dataclass that JAX creates for each use of a function, e.g. of a host callback."""
     return dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "jax"
 
@@ -188,7 +188,7 @@ def _hashable(value: object) -> Hashable:
     return value
 
 
-def _array_key(x: Any) -> Hashable:
+def _array_key(x: np.ndarray | np.generic | jax.Array) -> Hashable:
     if isinstance(x, jax.Array):
         if isinstance(x, Tracer) or not x.is_fully_addressable:
             return _Identity(x)
@@ -205,7 +205,7 @@ def _content_bytes(x: np.ndarray) -> bytes:
     return content if len(content) <= _LONG else hashlib.sha256(content).digest()
 
 
-def _traced_key(value: Any) -> Hashable:
+def _traced_key(value: object) -> Hashable:
     """Like `value_key`, but all functions are equal, and weak types are ignored."""
     if isinstance(value, jax.Array) and value.weak_type:
         return value_key(jax.lax.convert_element_type(value, value.dtype))

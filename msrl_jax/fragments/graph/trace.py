@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax._compat import ClosedJaxpr, PyTreeDef, ShapedArray, Tracer
 from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
 from msrl_jax.fragments.support.checks import shown
@@ -20,7 +20,7 @@ PyTree = Any
 _MOST_CHANGES = 8
 
 
-def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def leaf_aval(leaf: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type of a state leaf under `jax.jit`, where 64-bit NumPy arrays may be 32-bit
     arrays.
     """
@@ -60,9 +60,9 @@ class Traced:
     """A traced iteration."""
 
     jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs those of the next state and the metrics
-    metrics: Any  # the structure of the metrics
+    metrics: PyTreeDef  # the structure of the metrics
     # traces the iteration for other weak types of the leaves; returns the jaxpr and the structure of the metrics
-    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
+    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, PyTreeDef]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
         """Whether iterations on leaves with these weak types compute the same values as the traced one.
@@ -96,7 +96,7 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
             )
         return result
 
-    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
+    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, PyTreeDef]:
         typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
         closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
         return _copy_constants(closed), jax.tree.structure(metrics)
@@ -149,7 +149,7 @@ def _type_text(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _check_same_structure(state: PyTree, tree: Any, after: PyTree) -> None:
+def _check_same_structure(state: PyTree, tree: PyTreeDef, after: PyTree) -> None:
     if jax.tree.structure(after) == tree:
         return
     was, now = set(paths_of(state)), set(paths_of(after))
@@ -172,7 +172,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     None.
     """
 
-    def is_spec(x: Any) -> bool:
+    def is_spec(x: object) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
     for path, spec in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_spec):
@@ -219,12 +219,12 @@ def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tup
 class StateChecker:
     """Checks states against the one that a program was compiled for."""
 
-    def __init__(self, tree: Any, paths: Sequence[str], traced: Traced):
+    def __init__(self, tree: PyTreeDef, paths: Sequence[str], traced: Traced):
         self._tree, self._paths, self._traced = tree, paths, traced
         self._avals = traced.jaxpr.in_avals
         self._weak_types = {_weak_types(self._avals)}
 
-    def check_tree(self, tree: Any) -> None:
+    def check_tree(self, tree: PyTreeDef) -> None:
         """Raises ValueError if a state has a different structure."""
         if tree != self._tree:
             raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
@@ -260,7 +260,7 @@ class StateChecker:
             self._weak_types.add(weak)
 
 
-def check_not_donated(x: Any, name: str) -> None:
+def check_not_donated(x: object, name: str) -> None:
     """Raises RuntimeError if an array was donated or deleted, with a remedy."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(

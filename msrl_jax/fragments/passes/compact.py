@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax._compat import (
     ClosedJaxpr,
@@ -125,5 +126,5 @@ def _as_words(x: jax.Array) -> jax.Array:
     return x.astype(jnp.uint32) if x.dtype.name == "bool" else jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
     return words != 0 if dtype.name == "bool" else jax.lax.bitcast_convert_type(words, dtype)

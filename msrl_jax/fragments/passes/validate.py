@@ -3,8 +3,7 @@
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -24,7 +23,7 @@ def check_settings() -> None:
     check_no_mesh_is_set()
 
 
-def check_graph(graph: Graph, effects: Iterable[Any], layout: Layout) -> None:
+def check_graph(graph: Graph, effects: Iterable[object], layout: Layout) -> None:
     """Refuses an iteration that does not fit the layout, or that several processes or learners cannot share."""
     check_effects(effects)
     check_host_calls(graph.host_calls, layout)
@@ -50,7 +49,7 @@ def check_no_mesh_is_set() -> None:
         )
 
 
-def check_effects(effects: Iterable[Any]) -> None:
+def check_effects(effects: Iterable[object]) -> None:
     """Rejects ordered host callbacks with several processes, which JAX cannot keep in order."""
     ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
     if ordered and jax.process_count() > 1:
@@ -121,15 +120,15 @@ def _propagate(
     return bits
 
 
-def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Any, int]:
-    bits_by_type: dict[Any, int] = defaultdict(int)
+def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Hashable, int]:
+    bits_by_type: dict[Hashable, int] = defaultdict(int)
     for atom in atoms:
         if isinstance(atom, Var):
             bits_by_type[_type(atom)] |= bits.get(atom, 0)
     return bits_by_type
 
 
-def _type(var: Var) -> Any:
+def _type(var: Var) -> Hashable:
     return aval(var).shape, aval(var).dtype
 
 

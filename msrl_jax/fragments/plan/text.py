@@ -46,7 +46,7 @@ def subtree(path: str) -> str:
 
 def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
-    groups: dict[tuple[Any, ...], list[Crossing]] = {}
+    groups: dict[tuple[str | int, ...], list[Crossing]] = {}
     for c in crossings:
         key = (subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
         groups.setdefault(key, []).append(c)

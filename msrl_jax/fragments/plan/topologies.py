@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -24,7 +23,7 @@ _CHIPS_PER_HOST = (2, 2, 1)
 
 # What XLA's compiler needs to know of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability,
 # number of multiprocessors, float32 units, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
-_GPUS: dict[str, dict[str, Any]] = {
+_GPUS: dict[str, dict[str, str | int | float]] = {
     "a100": {
         "capability": "major: 8",
         "cores": 108,

@@ -1,13 +1,13 @@
 """Coalescing: small values of a Move travel as one vector, because every transferred array costs host time."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from msrl_jax._compat import ShapedArray
 from msrl_jax.fragments.passes.instructions import Move, Value
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated
 from msrl_jax.fragments.runtime.memory import is_planned
@@ -65,5 +65,5 @@ def _is_plain(value: Value) -> bool:
     return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
 
 
-def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _spec(kind: ShapedArray | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)

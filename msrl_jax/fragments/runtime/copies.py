@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from msrl_jax.fragments.passes.instructions import Alloc, HostCall, Instruction, Move, Value
 from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated
@@ -36,7 +37,7 @@ def _copy(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.copy() for x in xs)
 
 
-def _allocation(kinds: Iterable[tuple[Any, Any]]) -> Callable[[], tuple[jax.Array, ...]]:
+def _allocation(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> Callable[[], tuple[jax.Array, ...]]:
     def empty() -> tuple[jax.Array, ...]:
         return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 

@@ -8,7 +8,7 @@ neither sender nor receiver form a round, one `ppermute`. A device that has rece
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,7 +192,7 @@ class _CollectiveProgram:
         self,
         group: Sequence[Device],
         plans: Sequence[Sequence[Sequence[Hop]]],
-        dtypes: Sequence[Any],
+        dtypes: Sequence[np.dtype],
         sources: Sequence[Mapping[Device, Block]],
         targets: Sequence[Mapping[Device, Block]],
     ):
@@ -200,7 +200,7 @@ class _CollectiveProgram:
         self._sharding = _split(group)
         before, after = ([_size(next(iter(blocks.values()))) for blocks in side] for side in (sources, targets))
         legs = [_legs(rounds, group, s, t) for rounds, s, t in zip(plans, sources, targets, strict=True)]
-        groups: dict[Any, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for i, (line, size, dtype) in enumerate(zip(legs, before, dtypes, strict=True)):
             small = math.prod(size) * dtype.itemsize <= _SMALL
             groups.setdefault((tuple(leg.pairs for leg in line), dtype) if small else i, []).append(i)
@@ -240,7 +240,7 @@ class _CollectiveProgram:
         return [_shards(x) for x in results]
 
 
-def _empty(kinds: Sequence[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
+def _empty(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
     return [jax.lax.empty(*kind) for kind in kinds]
 
 
@@ -313,7 +313,7 @@ class MeshCrossing:
         return [results[i] if i in results else next(empty) for i in range(len(arrays))]
 
 
-def _to_wire(x: Any) -> Any:
+def _to_wire(x: jax.Array) -> jax.Array:
     """Returns an array as it is sent: with a dimension to concatenate along, and elements of whole bytes."""
     if is_key(x):
         x = jax.random.key_data(x)
@@ -322,7 +322,7 @@ def _to_wire(x: Any) -> Any:
     return x if x.shape else x.reshape(1)
 
 
-def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None) -> jax.Array:
+def _from_wire(x: jax.Array, shape: Sequence[int], dtype: np.dtype, impl: str | None) -> jax.Array:
     return (x.astype(dtype) if impl is None else jax.random.wrap_key_data(x, impl=impl)).reshape(shape)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax.fragments.codecs import Changes
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
@@ -30,6 +31,19 @@ class Coalesced:
     join: jax.stages.Compiled  # the program that makes the vectors at the source
     split: jax.stages.Compiled  # the program that splits them at the destination
     shardings: tuple[NamedSharding, ...]  # the shardings at the destination: separate values first, then the vectors
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaTransfer:
+    """The programs of a Move that sends changes."""
+
+    changes: Changes
+    words: int
+    join: jax.stages.Compiled  # values -> words [N], at the source
+    compare: jax.stages.Compiled  # the last words [N], values -> words [N], positions [K], changes [K], number of changes []
+    split: jax.stages.Compiled  # words [N] -> values, at the destination
+    patch: jax.stages.Compiled  # words [N], positions [K], changes [K] -> words [N], values
+    target_sharding: NamedSharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +86,7 @@ class Executables:
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every RunProgram, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of every Move that sends changes
+    patching: dict[Instruction, DeltaTransfer] = field(default_factory=dict)  # for every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations

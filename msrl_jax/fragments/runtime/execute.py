@@ -25,12 +25,12 @@ from msrl_jax.fragments.passes.instructions import (
     Value,
     walk,
 )
-from msrl_jax.fragments.runtime.executables import Coalesced, Executables
+from msrl_jax.fragments.runtime.executables import Coalesced, DeltaTransfer, Executables
 from msrl_jax.fragments.runtime.host_queue import HostQueue, resolved
-from msrl_jax.fragments.runtime.send_changed import DeltaSender, DeltaStats, DeltaTransfer
+from msrl_jax.fragments.runtime.send_changed import DeltaSender, DeltaStats
 from msrl_jax.fragments.runtime.transfer import crossing, remote, transfer
 
-Slots = list[Any]
+Slots = list[Any]  # arrays, `HostFuture`s, and None where there is no value
 Step = Callable[[Slots], None]
 ExecutableCall = Callable[..., Sequence[jax.Array]]
 CallKind: TypeAlias = Literal["program", "transfer", "wait"]
@@ -279,7 +279,7 @@ def _place_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.shardin
     return _place([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
-def waiting() -> Any:
+def waiting() -> jax.profiler.TraceAnnotation:
     """Returns a context for the host's waiting for devices, which names it in `jax.profiler` traces."""
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 

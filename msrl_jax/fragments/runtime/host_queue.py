@@ -9,9 +9,10 @@ is simulated while the other is acted for.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import jax
+import numpy as np
 
 from msrl_jax.fragments.graph.host_calls import HostFunction
 
@@ -21,7 +22,7 @@ class _Task:
     """A waiting task: a host call that was started, or a function whose arguments are not available yet."""
 
     fn: Callable[..., Sequence[jax.Array]]
-    args: Sequence[Any] = ()
+    args: Sequence["Slot"] = ()
     donated: Sequence[int] = ()
     is_host_call: bool = False
     results: Sequence[jax.Array] | None = None
@@ -39,7 +40,11 @@ class HostFuture:
     index: int
 
 
-def resolved(x: Any) -> Any:
+Slot: TypeAlias = jax.Array | HostFuture
+"""An array, now or later."""
+
+
+def resolved(x: Slot) -> Slot:
     """Returns an array, or the result of a `HostFuture` if it is available."""
     return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
 
@@ -51,8 +56,8 @@ class HostQueue:
     _waiting: deque[_Task] = field(default_factory=deque)
 
     def call(
-        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
-    ) -> Sequence[Any]:
+        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Slot], donated: Sequence[int], count: int
+    ) -> Sequence[Slot]:
         """Calls a function now if its arguments are available; otherwise returns `HostFuture`s for its `count` results."""
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
@@ -60,8 +65,12 @@ class HostQueue:
         return self._wait(task, count)
 
     def start(
-        self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
-    ) -> Sequence[Any]:
+        self,
+        function: HostFunction,
+        place: Callable[[Sequence[np.ndarray]], Sequence[jax.Array]],
+        args: Sequence[Slot],
+        count: int,
+    ) -> Sequence[Slot]:
         """Starts a host call after its dependencies; `place` puts its results on their device.
 
         Returns `HostFuture`s for its `count` results; the results themselves if it cannot be started without waiting for them.

@@ -18,7 +18,7 @@ from msrl_jax.fragments.placement import Device
 _GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80}
 
 
-def is_planned(device: Any) -> bool:
+def is_planned(device: object) -> bool:
     """Whether a device is only planned: programs can be compiled for it, but no array can be put on it."""
     return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
 

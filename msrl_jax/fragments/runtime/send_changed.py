@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.codecs import Changes, get
 from msrl_jax.fragments.passes.instructions import Move, Value
-from msrl_jax.fragments.runtime.executables import Executables, Request
+from msrl_jax.fragments.runtime.executables import DeltaTransfer, Executables, Request
 
 _WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
 
@@ -40,19 +40,6 @@ class DeltaStats:
     changed: int = 0
     compared: int = 0
     nbytes: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class DeltaTransfer:
-    """The programs of a Move that sends changes."""
-
-    changes: Changes
-    words: int
-    join: jax.stages.Compiled  # values -> words [N], at the source
-    compare: jax.stages.Compiled  # the last words [N], values -> words [N], positions [K], changes [K], number of changes []
-    split: jax.stages.Compiled  # words [N] -> values, at the destination
-    patch: jax.stages.Compiled  # words [N], positions [K], changes [K] -> words [N], values
-    target_sharding: NamedSharding
 
 
 class _LastExchange(NamedTuple):
@@ -153,7 +140,7 @@ class DeltaSender:
         patching: DeltaTransfer,
         programs: Sequence[Callable[..., Any]],
         place: Callable[..., Sequence[jax.Array]],
-        wait: Callable[[jax.Array], Any],
+        wait: Callable[[jax.Array], object],
         stats: DeltaStats,
     ):
         """`programs` run those of `patching` in order, `place` transfers arrays, `wait` waits for one; counts in `stats`."""

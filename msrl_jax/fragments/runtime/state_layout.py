@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._compat import PyTreeDef
 from msrl_jax.fragments.graph.trace import StateChecker, Traced, check_not_donated
 from msrl_jax.fragments.passes.instructions import Value
 from msrl_jax.fragments.placement import Device
@@ -31,7 +32,7 @@ class StateLayout:
 
     def __init__(
         self,
-        tree: Any,
+        tree: PyTreeDef,
         inputs: Sequence[tuple[Value, ...]],
         axes: Sequence[PartitionSpec],
         delayed: Sequence[int],

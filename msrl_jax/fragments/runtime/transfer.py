@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
 from msrl_jax.fragments.graph.host_calls import calls_host, evaluate_with_host
@@ -31,7 +31,7 @@ LARGE = 2**24
 _AT_ONCE = 2**26
 
 
-def is_global(x: Any) -> bool:
+def is_global(x: object) -> bool:
     """Whether an array is on devices that all processes agree on; in a single process, every `jax.Array` is."""
     return isinstance(x, jax.Array) and (jax.process_count() == 1 or isinstance(x.sharding, NamedSharding))
 
@@ -55,7 +55,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
     results: dict[int, jax.Array] = {}
-    crossings: dict[Any, list[int]] = {}
+    crossings: dict[tuple[Mesh | AbstractMesh, Mesh | AbstractMesh], list[int]] = {}
     for i, (x, to) in enumerate(zip(arrays, shardings, strict=True)):
         if not is_global(x):
             results[i] = _spread(x, to)
@@ -75,7 +75,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
 
 @functools.lru_cache(maxsize=128)
 def crossing(
-    kinds: tuple[tuple[tuple[int, ...], Any], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
+    kinds: tuple[tuple[tuple[int, ...], np.dtype], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> MeshCrossing:
     """Returns the crossing of arrays with these shapes and dtypes; equal ones are compiled once."""
     return MeshCrossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
@@ -228,7 +228,7 @@ def initialize(
 def _computed_in_place(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]], evaluate: Callable[..., Any]
 ) -> dict[int, tuple[jax.Array, ...]]:
-    by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
+    by_mesh: dict[Mesh | AbstractMesh, list[tuple[int, NamedSharding]]] = {}
     for i, copies in shardings.items():
         for sharding in copies:
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))

@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     return int(number)
 
 
-def check_seed(seed: Any, seeds: int = 1) -> int:
+def check_seed(seed: object, seeds: int = 1) -> int:
     """Converts the first of consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
     first, most = whole("seed", seed, least=0), 2**32 - seeds
     if first > most:
@@ -35,7 +35,7 @@ def check_seed(seed: Any, seeds: int = 1) -> int:
     return first
 
 
-def check_loaded(result: Any, loader: str = "Result.load") -> None:
+def check_loaded(result: object, loader: str = "Result.load") -> None:
     """Raises TypeError if the folder of a run is given instead of the run."""
     if isinstance(result, str | os.PathLike):
         raise TypeError(f"{str(result)!r} is not a result; load it: msrl.{loader}({str(result)!r})")
@@ -63,13 +63,13 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
 _LONGEST = 100  # maximum number of characters of a value in a message
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value as messages show it: its repr on one line, truncated if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """How messages name a value: a string as it is, an object by its name or its class."""
     return repr(value) if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
 

@@ -33,7 +33,7 @@ FOLDERS: list[str] = []
 """The working directories that `imported` has searched, for processes that this one starts; they come last there."""
 
 
-def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
+def check_trust(where: str, names: Mapping[str, object], trust: bool) -> None:
     """Raises TrustError if `where` names custom code (`names`, by argument), unless it is trusted."""
     if names and trust is not True:  # trust="no" does not count
         arguments = ", ".join(f"{name}={text!r}" for name, text in names.items())
@@ -43,7 +43,7 @@ def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
         )
 
 
-def is_path(text: Any) -> bool:
+def is_path(text: object) -> bool:
     """Whether a string has the form MODULE:NAME."""
     module, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
@@ -155,7 +155,7 @@ def _return_annotation(callee: Any) -> Any:
     return None
 
 
-def reference(value: Any) -> str | dict[str, str]:
+def reference(value: object) -> str | dict[str, str]:
     """How files refer to an object: MODULE:NAME, if `imported` finds it by that; otherwise its repr, under "object"."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:

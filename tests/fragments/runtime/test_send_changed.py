@@ -152,9 +152,9 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
     sender._place = place
-    before = sender.sent.whole
+    before = sender.stats.whole
     after, _ = program.run(state, 3)
-    assert sender.sent.whole == before + 1
+    assert sender.stats.whole == before + 1
     np.testing.assert_array_equal(after["table"], 3.0 * (np.arange(SIZE) < 1).reshape(16, -1))
 
 
