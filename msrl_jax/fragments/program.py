@@ -229,11 +229,11 @@ class Program(Generic[State]):
     @property
     def sent(self) -> dict[str, DeltaStats]:
         """Statistics of codecs that send changes: for every such transfer, its number, ends and first value, and the counts."""
-        found = {}
-        for number, (i, sent) in enumerate(self.host_loop.delta_stats.items()):
+        stats_by_name = {}
+        for number, (i, stats) in enumerate(self.host_loop.delta_stats.items()):
             ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
-            found[f"{number}: {ends}: {label_of(i.results[0])}"] = sent
-        return found
+            stats_by_name[f"{number}: {ends}: {label_of(i.results[0])}"] = stats
+        return stats_by_name
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk size needs, without running it.

@@ -120,9 +120,9 @@ class SingleLearnerCoarse:
         placed = {name: Placement.over(name, part, split=axes_to_split(axes[name])) for name, part in parts.items()}
         actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
-        upward = [("actors", "buffers"), ("buffers", "learners")] if buffer_count else [("actors", "learners")]
-        up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
-        codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
+        hops = [("actors", "buffers"), ("buffers", "learners")] if buffer_count else [("actors", "learners")]
+        trajectory_edges = [edge for hop in hops for edge in edges(*hop, up=self.trajectory_codec)]
+        codecs = (*trajectory_edges, *edges("actors", "learners", down=self.parameter_codec))
         return Layout(roles, self.staleness, codecs, policy=policy_repr(self))
 
 

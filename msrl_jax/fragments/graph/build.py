@@ -37,7 +37,7 @@ def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes
     """
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)
-    consts = [builder.captured(c) for c in closed.consts]
+    consts = [builder.add_constant(c) for c in closed.consts]
     state = [fresh(v) for v in jaxpr.invars]
     builder.labels.update(zip(state, labels, strict=True))
     nodes: list[Node] = []
@@ -63,7 +63,7 @@ class _Builder:
         self._marks: dict[int, tuple[Jaxpr, list[tuple[str, str]]]] = {}
         self._labelled: dict[tuple[int, tuple[str, ...]], tuple[Jaxpr, list[str]]] = {}
 
-    def captured(self, value: object) -> Var:
+    def add_constant(self, value: object) -> Var:
         var = Var(jax.typeof(value))
         self.constants[var] = value
         self.labels[var] = "captured constant"
@@ -105,7 +105,7 @@ class _Builder:
                     if is_fragment(eqn):
                         body_role = eqn.params["role"]
                         body_home = self.layout.placement(body_role, eqn.params["name"])
-                    constants = [self.captured(c) for c in body.consts]
+                    constants = [self.add_constant(c) for c in body.consts]
                     env.update(
                         zip(eqn.outvars, self.inline(body.jaxpr, [*constants, *ins], body_home, out, body_role), strict=True)
                     )
@@ -132,7 +132,7 @@ class _Builder:
         closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
         jaxpr = drop_unused(closed.jaxpr)
         args = [fresh(v) for v in jaxpr.invars]
-        constants = [self.captured(c) for c in closed.consts]
+        constants = [self.add_constant(c) for c in closed.consts]
         outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
         self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
         nodes: list[Node] = []

@@ -76,7 +76,7 @@ class HostFunction:
         annotation = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
         if not self.can_start:
             with annotation:
-                results = self._checked(self.fn(*args))
+                results = self._check_results(self.fn(*args))
             return lambda: results
         # The annotation lasts until the results arrive; other calls may start and end in the meantime.
         with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ class HostFunction:
 
         def wait_for_results() -> list[np.ndarray]:
             with until_results:
-                return self._checked(finish())
+                return self._check_results(finish())
 
         return wait_for_results
 
@@ -95,7 +95,7 @@ class HostFunction:
         """Whether a call can be started without waiting for its results."""
         return hasattr(self.fn, "start")
 
-    def _checked(self, result: Any) -> list[np.ndarray]:
+    def _check_results(self, result: Any) -> list[np.ndarray]:
         """Copies the results, so that the function may reuse its memory."""
         leaves, tree = jax.tree.flatten(result)
         if tree != self.results:

@@ -56,10 +56,10 @@ class Node:
         return "+".join(dict.fromkeys(_outermost_fragments(self.eqn, set())))
 
     def __str__(self) -> str:
-        what = self.title or self.eqn.primitive.name
+        name = self.title or self.eqn.primitive.name
         if self.loop is not None:
-            return f"loop x{self.loop.length} ({what})"
-        return f"{what} @ {self.placement.name}" if self.placement else f"glue {what}"
+            return f"loop x{self.loop.length} ({name})"
+        return f"{name} @ {self.placement.name}" if self.placement else f"glue {name}"
 
 
 @dataclass(eq=False)

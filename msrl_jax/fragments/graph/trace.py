@@ -136,12 +136,12 @@ def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
             break
         traced = Traced(closed, metrics, traced.trace_again)
     i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-    was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
+    kind_before, kind_after = ("weak", "strong") if before[i] else ("strong", "weak")
     aval = traced.jaxpr.in_avals[i]
     raise TypeError(
-        f"the iteration changes {paths[i]} from {was} to {becomes} {_type_text(aval)}, and computes different values for the "
-        "two: jax.jit would promote dtypes differently in the first iteration than in the next. Set the dtype where the "
-        f"state is created and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
+        f"the iteration changes {paths[i]} from {kind_before} to {kind_after} {_type_text(aval)}, and computes different "
+        "values for the two: jax.jit would promote dtypes differently in the first iteration than in the next. Set the dtype "
+        f"where the state is created and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
     )
 
 
@@ -152,11 +152,13 @@ def _type_text(aval: Any) -> str:
 def _check_same_structure(state: PyTree, tree: PyTreeDef, after: PyTree) -> None:
     if jax.tree.structure(after) == tree:
         return
-    was, now = set(paths_of(state)), set(paths_of(after))
-    if missing := sorted(was - now):
-        raise TypeError(f"the iteration returns a state without {_list_paths(missing)}; return every leaf that it was given")
-    if extra := sorted(now - was):
-        raise TypeError(f"the iteration returns a state with {_list_paths(extra)}, which the state it was given lacks")
+    paths_before, paths_after = set(paths_of(state)), set(paths_of(after))
+    if missing_paths := sorted(paths_before - paths_after):
+        raise TypeError(
+            f"the iteration returns a state without {_list_paths(missing_paths)}; return every leaf that it was given"
+        )
+    if extra_paths := sorted(paths_after - paths_before):
+        raise TypeError(f"the iteration returns a state with {_list_paths(extra_paths)}, which the state it was given lacks")
     raise TypeError(
         f"the iteration returns a state of another type: it was given {tree} and returned {jax.tree.structure(after)}"
     )
@@ -194,9 +196,9 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     avals, paths = state_avals(state)
     for spec, aval, path in zip(leaf_specs, avals, paths, strict=True):
         entries = [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,))]
-        if wrong := [e for e in entries if not isinstance(e, str | None)]:
+        if invalid := [e for e in entries if not isinstance(e, str | None)]:
             raise ValueError(
-                f"axes of {path} contain {shown(wrong[0])}; name logical axes with strings, such as 'env', in the order of "
+                f"axes of {path} contain {shown(invalid[0])}; name logical axes with strings, such as 'env', in the order of "
                 "the dimensions"
             )
         if len(spec) > len(aval.shape):

@@ -26,7 +26,7 @@ def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used_edges]
 
 
-def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
+def pack(partition: Partition, graph: Graph, layout: Layout) -> bool:
     """Packs values that cross placements and are not yet packed; modifies the graph in place, returns whether it changed.
 
     If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. Therefore call this again
@@ -35,7 +35,7 @@ def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
     if not layout.codecs:
         return False
     before = len(graph.packed)
-    packer = _Packer(part, graph, layout)
+    packer = _Packer(partition, graph, layout)
     packer.run()
     graph.checks += packer.checks
     return len(graph.packed) > before
@@ -44,28 +44,28 @@ def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
 class _Packer:
     """Packs one region; `decoded` has the unpacked variable at each placement."""
 
-    def __init__(self, part: Partition, graph: Graph, layout: Layout):
-        self.part, self.graph, self.layout = part, graph, layout
+    def __init__(self, partition: Partition, graph: Graph, layout: Layout):
+        self.partition, self.graph, self.layout = partition, graph, layout
         self.nodes: list[Node] = []
         self.decoded: dict[tuple[Var, Placement], Var] = {}
         self.checks: list[tuple[Check, CheckScalars]] = []
 
     def run(self) -> None:
-        region = self.part.region
-        places = {n: g.placement for g in self.part.groups for n in g.nodes}
+        region = self.partition.region
+        places = {n: g.placement for g in self.partition.groups for n in g.nodes}
         for node in region.nodes:
             if node.loop is not None:
                 self.loop(node, node.loop)
             elif (placement := places.get(node)) is not None:
                 node.eqn = node.eqn.replace(invars=[self.crossing(a, [placement]) for a in node.eqn.invars])
             self.nodes.append(node)
-        pairs = zip(region.next_carry, self.part.carry_placements, strict=True)
+        pairs = zip(region.next_carry, self.partition.carry_placements, strict=True)
         region.next_carry[:] = [self.crossing(atom, carry_placements) for atom, carry_placements in pairs]
         region.nodes[:] = self.nodes
 
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
         """Returns the atom that `readers` read: the unpacked value if it crosses to all of them over an edge with a codec."""
-        sources = self.part.available_at.get(atom) if isinstance(atom, Var) else None
+        sources = self.partition.available_at.get(atom) if isinstance(atom, Var) else None
         if not sources or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
             return atom
         destination = readers[0]
@@ -108,7 +108,7 @@ class _Packer:
 
     def loop(self, node: Node, region: Region) -> None:
         """Packs values that cross into a loop before the loop, and values that cross inside it in its body."""
-        inner = self.part.loops[node]
+        inner = self.partition.loops[node]
         pairs = zip(node.eqn.invars, inner.inputs_at, strict=True)
         node.eqn = node.eqn.replace(invars=[self.crossing(a, placements) for a, placements in pairs])
         inside = _Packer(inner, self.graph, self.layout)

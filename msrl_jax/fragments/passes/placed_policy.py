@@ -20,11 +20,11 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
         raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
     if not devices:
         raise ValueError("devices is empty; pass at least one, such as jax.devices()[:1], or omit it to use all")
-    if wrong := [device for device in devices if not hasattr(device, "process_index")]:
-        raise TypeError(f"devices has {shown(wrong[0])}, which is not a device; use those of jax.devices()")
-    twice = [device for i, device in enumerate(devices) if device in devices[:i]]
-    if twice:
-        raise ValueError(f"devices has {twice[0]} twice; pass every device once")
+    if invalid := [device for device in devices if not hasattr(device, "process_index")]:
+        raise TypeError(f"devices has {shown(invalid[0])}, which is not a device; use those of jax.devices()")
+    duplicates = [device for i, device in enumerate(devices) if device in devices[:i]]
+    if duplicates:
+        raise ValueError(f"devices has {duplicates[0]} twice; pass every device once")
     return tuple(devices)
 
 

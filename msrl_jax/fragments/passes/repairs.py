@@ -97,28 +97,30 @@ def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
     replicate = partial(_replicate, mesh)
     is_float = bool(eqn.invars) and jnp.issubdtype(getattr(eqn.invars[0].aval, "dtype", bool), jnp.floating)
     if name == "pad" and any(low < 0 < inner for low, _, inner in p["padding_config"]):
-        return lambda x, value: _pad_then_slice(_fenced([x])[0], value, p["padding_config"])
+        return lambda x, value: _pad_then_slice(_behind_barrier([x])[0], value, p["padding_config"])
     if name.startswith("reduce_window") and any(low < 0 for low, _ in p["padding"]) and max(p["base_dilation"]) > 1:
-        return lambda *xs: bind(*_fenced([replicate(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs]))
+        return lambda *xs: bind(
+            *_behind_barrier([replicate(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs])
+        )
     if JAXLIB < (0, 12) and name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
-        return lambda *xs: bind(*_fenced(xs))
+        return lambda *xs: bind(*_behind_barrier(xs))
     if name == "select_and_scatter_add":
-        return lambda *xs: bind(*_fenced([replicate(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
-    if name == "conv_general_dilated" and any(map(any, windows := _windowed(eqn))):
+        return lambda *xs: bind(*_behind_barrier([replicate(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
+    if name == "conv_general_dilated" and any(map(any, windows := _windowed_dims(eqn))):
         return lambda *xs: bind(*map(replicate, xs, windows))
     if name == "fft":
         return lambda x: bind(replicate(x, [d >= x.ndim - len(p["fft_lengths"]) for d in range(x.ndim)]))
     if name == "dynamic_update_slice" and not all(isinstance(v, Literal) for v in eqn.invars[2:]):
-        return lambda x, update, *starts: bind(x, update, *_clamped(x, update, starts))
+        return lambda x, update, *starts: bind(x, update, *_clamp_starts(x, update, starts))
     if name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
-        return _bitwise(eqn)
+        return _bitwise_reduction(eqn)
     if name in ("reduce_max", "reduce_min") and is_float:
         return lambda x: jnp.where(jax.lax.reduce_max((x != x).astype(jnp.int8), p["axes"]) > 0, jnp.nan, bind(x))
     if name in ("scatter-max", "scatter-min") and is_float:
         return lambda x, *updates: bind(x, *_replicate_updates(eqn, updates, replicate))
     if name == "reduce" and len(eqn.invars) == 2:
         computation = jaxpr_as_fun(p["jaxpr"])
-        return _gathered(lambda a, b: computation(a, b)[0], p["dimensions"])
+        return _gathering_reduction(lambda a, b: computation(a, b)[0], p["dimensions"])
     if name == "mulhi":
         return _upper_half
     return None
@@ -170,7 +172,7 @@ def _is_zero(atom: Atom) -> bool:
     return isinstance(atom, Literal) and not any(np.asarray(atom.val).tobytes())
 
 
-def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def _behind_barrier(xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the operands, with the arrays among them behind a barrier."""
     arrays = iter(jax.lax.optimization_barrier([x for x in xs if x.ndim]))
     return [next(arrays) if x.ndim else x for x in xs]
@@ -184,7 +186,7 @@ def _replicate(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding) if any(dims) else x
 
 
-def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
+def _windowed_dims(eqn: JaxprEqn) -> list[list[bool]]:
     """Returns the dimensions of a convolution's array and kernel that have windows, strides, dilation or padding."""
     p, dims = eqn.params, eqn.params["dimension_numbers"]
     parts = zip(p["window_strides"], p["lhs_dilation"], p["rhs_dilation"], p["padding"], dims.rhs_spec[2:], strict=True)
@@ -204,7 +206,7 @@ def _replicate_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], replicate: C
     return [replicate(indices, [*may_overlap, False]), replicate(values, along)]
 
 
-def _clamped(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
+def _clamp_starts(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
     """Start indices of an update, clamped to the array."""
     last = [size - part for size, part in zip(x.shape, update.shape, strict=True)]
     return [jax.lax.clamp(np.asarray(0, i.dtype), i, np.asarray(n, i.dtype)) for i, n in zip(starts, last, strict=True)]
@@ -229,14 +231,14 @@ def _upper_half(x: jax.Array, y: jax.Array) -> jax.Array:
     return high.astype(x.dtype)
 
 
-def _bitwise(eqn: JaxprEqn) -> Callable[..., jax.Array]:
+def _bitwise_reduction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
     dtype = aval(eqn.invars[0]).dtype
     start = np.invert(np.zeros((), dtype)) if eqn.primitive.name == "reduce_and" else np.zeros((), dtype)
-    reduce = _gathered(_BITWISE[eqn.primitive.name], eqn.params["axes"])
+    reduce = _gathering_reduction(_BITWISE[eqn.primitive.name], eqn.params["axes"])
     return lambda x: reduce(x, jnp.asarray(start))
 
 
-def _gathered(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
+def _gathering_reduction(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
     """Returns a reduction along axes with an unused second operand. The barrier keeps XLA from removing it."""
 
     def reduce(x: jax.Array, start: jax.Array) -> jax.Array:

@@ -38,24 +38,24 @@ from msrl_jax.fragments.passes.stacked_rows import ResultBuffer, StackedRow, rea
 from msrl_jax.fragments.placement import Placement, one_per_mesh
 
 
-def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
+def schedule(partition: Partition, graph: Graph, default: Placement) -> Schedule:
     """Turns the partition of a training iteration into instructions, without donations, copies and frees.
 
     Literals that no program reads are at the placement `default`.
     """
     region, factory = graph.region, _ValueFactory(graph.labels, graph.packed)
-    scheduler = _RegionScheduler(part, factory, default)
+    scheduler = _RegionScheduler(partition, factory, default)
     scalars = [v for _, check_scalars in graph.checks for v in check_scalars]
     scheduler.read_later([*region.results, *scalars])
     inputs: list[tuple[Value, ...]] = []
-    for var, carry_placements in zip(region.carry, part.carry_placements, strict=True):
+    for var, carry_placements in zip(region.carry, partition.carry_placements, strict=True):
         inputs.append(tuple(scheduler.define(var, p) for p in carry_placements))
     for var in region.consts:
-        for p in part.needed_at[var]:
+        for p in partition.needed_at[var]:
             if (var, p.mesh) not in scheduler.table:
                 factory.constants[scheduler.define(var, p)] = graph.constants[var]
     scheduler.emit_all()
-    pairs = zip(region.next_carry, part.carry_placements, strict=True)
+    pairs = zip(region.next_carry, partition.carry_placements, strict=True)
     outputs = tuple(tuple(scheduler.value_at(a, p) for p in carry_placements) for a, carry_placements in pairs)
     metrics = tuple(scheduler.value_anywhere(a) for a in region.results)
     value_of = scheduler.value_anywhere
@@ -95,15 +95,15 @@ class _RegionScheduler:
     """Schedules one region; `table` has the value of each variable on each mesh."""
 
     def __init__(
-        self, part: Partition, factory: _ValueFactory, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()
+        self, partition: Partition, factory: _ValueFactory, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()
     ):
-        self.part, self.factory, self.default = part, factory, default
+        self.partition, self.factory, self.default = partition, factory, default
         self.table: dict[tuple[Var, Mesh], Value | StackedRow] = {}
         self.instructions: list[Instruction] = []
         self.indices: dict[Mesh, Value] = {}
         self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
-        self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
-        self._has_host_calls = any(node.is_host_call for node in part.region.nodes)
+        self._inherited = {*partition.region.consts, *partition.region.carry, *partition.region.xs}
+        self._has_host_calls = any(node.is_host_call for node in partition.region.nodes)
         self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
         self._read_from = self._find_readers(stacked)
 
@@ -115,7 +115,7 @@ class _RegionScheduler:
 
     def supplier(self, var: Var, placement: Placement) -> Placement:
         """Returns the placement that supplies a variable to `placement`: one on the same mesh if possible, else the first."""
-        suppliers = self.part.available_at.get(var) or self.part.needed_at.get(var) or [placement]
+        suppliers = self.partition.available_at.get(var) or self.partition.needed_at.get(var) or [placement]
         return next((p for p in suppliers if p.mesh == placement.mesh), suppliers[0])
 
     def value_at(self, atom: Atom, placement: Placement) -> Value:
@@ -168,7 +168,7 @@ class _RegionScheduler:
 
     def emit_all(self) -> None:
         """Emits the instructions of all groups, in order."""
-        for group in self.part.groups:
+        for group in self.partition.groups:
             if group.placement is None:
                 self.emit_loop(group)
             elif group.is_host_call:
@@ -218,7 +218,7 @@ class _RegionScheduler:
     def emit_loop(self, group: ProgramNodes) -> None:
         """Emits a Loop, whose body is scheduled like a region of its own, after memory for its stacked results."""
         (node,) = group.nodes
-        inner = self.part.loops[node]
+        inner = self.partition.loops[node]
         region = inner.region
         num_consts, num_carry = len(region.consts), len(region.carry)
         consts, init, xs = (
@@ -286,26 +286,26 @@ class _RegionScheduler:
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[ProgramNodes | None]]:
         """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
-        part = self.part
+        partition = self.partition
         readers: dict[tuple[Var, Placement], set[ProgramNodes | None]] = {}
 
         def add_reader(atom: Atom, placement: Placement, reader: ProgramNodes | None) -> None:
             if isinstance(atom, Var):
                 readers.setdefault((atom, self.supplier(atom, placement)), set()).add(reader)
 
-        for group in part.groups:
+        for group in partition.groups:
             for node in group.nodes:
                 if group.placement is not None:
                     for atom in node.eqn.invars:
                         add_reader(atom, group.placement, group)
                     continue
-                for atom, placements in zip(node.eqn.invars, part.loops[node].inputs_at, strict=True):
+                for atom, placements in zip(node.eqn.invars, partition.loops[node].inputs_at, strict=True):
                     for p in placements:
                         add_reader(atom, p, group)
-        for atom, carry_placements in zip(part.region.next_carry, part.carry_placements, strict=True):
+        for atom, carry_placements in zip(partition.region.next_carry, partition.carry_placements, strict=True):
             for p in carry_placements:
                 add_reader(atom, p, None)
-        looped = {v for node in part.loops for v in node.eqn.outvars}
+        looped = {v for node in partition.loops for v in node.eqn.outvars}
         for atom, p in stacked:  # a program writes its own rows, but rows that a loop makes must be results of that loop
             if isinstance(atom, Var) and atom in looped:
                 add_reader(atom, p, None)

@@ -227,21 +227,23 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
     actors, learners = layout.placement("actor", "actor"), layout.placement("learner", "learner")
     if not set(actors.devices).isdisjoint(learners.devices):
         return
-    down = {
+    parameters = {
         r
         for i, _ in walk(instructions)
         if isinstance(i, Move) and not i.is_copy
         for s, r in zip(i.sources, i.results, strict=True)
         if s.placement == learners and r.placement == actors
     }
-    waiting = [i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and down & set(i.inputs)]
-    if layout.staleness and waiting:
+    waiting_programs = [
+        i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and parameters & set(i.inputs)
+    ]
+    if layout.staleness and waiting_programs:
         yield (
-            f"{waiting[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits for them: "
-            "staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them one of "
-            "these roles, or have an actor pass them on"
+            f"{waiting_programs[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits "
+            "for them: staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them "
+            "one of these roles, or have an actor pass them on"
         )
-    elif any("actor" in i.roles for i in waiting):
+    elif any("actor" in i.roles for i in waiting_programs):
         yield (
             f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and the learner waits for the "
             "actors: each idles while the other works. staleness=1 overlaps them; parameters are then one iteration old"
@@ -288,10 +290,10 @@ def _memory_warnings(runs: _Runs) -> Iterator[str]:
     for i, program in runs:
         if excess := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
             devices, nbytes, limit = excess
-            more, have = (", ...", "have") if len(devices) > 1 else ("", "has")
+            ellipsis, verb = (", ...", "have") if len(devices) > 1 else ("", "has")
             yield (
-                f"program {program.name!r} @ {program.placement} takes {size(nbytes)} of {device_names(devices)[0]}{more}, "
-                f"which {have} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
+                f"program {program.name!r} @ {program.placement} takes {size(nbytes)} of {device_names(devices)[0]}{ellipsis}, "
+                f"which {verb} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
             )
 
 
@@ -321,7 +323,7 @@ def _sizes(placed: PlacedPolicy) -> Iterator[str]:
     reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
         with_envs = lambda n: dataclasses.replace(placed, leaves={**placed.leaves, "env": [("", n)]})
-        yield from _first(numbers, with_envs, "num_envs={}")
+        yield from _first_without_idle(numbers, with_envs, "num_envs={}")
 
 
 def _parameters(placed: PlacedPolicy) -> list[str]:
@@ -338,15 +340,15 @@ def _parameters(placed: PlacedPolicy) -> list[str]:
     def variants(overrides: dict[str, None]) -> Iterator[str]:
         for name in numbers:
 
-            def other(n: int, name: str = name) -> PlacedPolicy:
+            def with_number(n: int, name: str = name) -> PlacedPolicy:
                 return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(overrides | {name: n})))
 
-            yield from _first(range(1, len(placed.devices) + 1), other, "{policy}")
+            yield from _first_without_idle(range(1, len(placed.devices) + 1), with_number, "{policy}")
 
     return list(variants({})) or list(variants(free))
 
 
-def _first(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
+def _first_without_idle(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
     """Yields the first number that leaves no device idle, as text."""
     for n in numbers:
         try:

@@ -250,13 +250,13 @@ def _fragment_of(module: Module, find: Callable[[HloInstruction], str | None], i
 
 def fragment_finder(fragments: Collection[str]) -> Callable[[HloInstruction], str | None]:
     """Finds the innermost of these fragments that an instruction is of; "" if it is of none, None if its text does not tell."""
-    written: Mapping[str, str] = {_as_written(name): name for name in fragments}
-    names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
+    names_in_text: Mapping[str, str] = {_as_written(name): name for name in fragments}
+    names = "|".join(re.escape(name) for name in sorted(names_in_text, key=len, reverse=True))
     fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
 
     def find(instruction: HloInstruction) -> str | None:
         matches = fragment.findall(instruction.source or "") if fragment else []
-        return None if instruction.source is None else written[matches[-1]] if matches else ""
+        return None if instruction.source is None else names_in_text[matches[-1]] if matches else ""
 
     return find
 

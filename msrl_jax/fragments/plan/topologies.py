@@ -88,8 +88,8 @@ def plan_devices(spec: str) -> list[Device]:
         raise TypeError(f"devices {spec!r}: pass a string; use {FORMS}")
     platform, *parameters = spec.lower().split(":")
     if platform not in ("tpu", "gpu", "cpu"):
-        near = suggestion(platform, ("tpu", "gpu", "cpu"))
-        raise ValueError(f"devices {spec!r}: unknown platform {platform!r}{near}; use {FORMS}")
+        hint = suggestion(platform, ("tpu", "gpu", "cpu"))
+        raise ValueError(f"devices {spec!r}: unknown platform {platform!r}{hint}; use {FORMS}")
     if platform == "cpu":
         return _cpus(spec, parameters)
     kinds = _TPUS if platform == "tpu" else tuple(_GPUS)
@@ -97,8 +97,8 @@ def plan_devices(spec: str) -> list[Device]:
         raise ValueError(f"devices {spec!r}: pass a kind and a number of devices; use {FORMS}")
     kind, size = parameters
     if kind not in kinds:
-        near = suggestion(kind, kinds)
-        raise ValueError(f"devices {spec!r}: unknown {platform.upper()} {kind!r}{near}; use {', '.join(kinds)}")
+        hint = suggestion(kind, kinds)
+        raise ValueError(f"devices {spec!r}: unknown {platform.upper()} {kind!r}{hint}; use {', '.join(kinds)}")
     sizes = _sizes(spec, size)
     return _tpus(spec, kind, sizes) if platform == "tpu" else _gpus(spec, kind, sizes)
 

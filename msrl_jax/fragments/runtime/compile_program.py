@@ -62,16 +62,16 @@ def compile_program(
         result_shardings = {
             v: to_placement_sharding(s, v) for v, s in zip(results, compiled.output_shardings, strict=True)
         } | prescribed
-        wrong = _wrong_results(
+        corrections = _corrections(
             {v: sharding for v, sharding in result_shardings.items() if v not in prescribed},
             local_shardings,
             same_as,
             to_shards,
         )
-        if donates_all and None not in input_choices.values() and not wrong:
+        if donates_all and None not in input_choices.values() and not corrections:
             local_shardings |= {same_as[v]: result_shardings[v] for v in same_as if local_shardings[same_as[v]] is None}
             return compiled, {**local_shardings, **result_shardings}
-        prescribed |= wrong
+        prescribed |= corrections
     raise RuntimeError(f"XLA's shardings for {run.name!r} @ {run.placement} change with every compilation")
 
 
@@ -112,24 +112,24 @@ def _reusable(run: RunProgram, shardings: Shardings, out: Sequence[NamedSharding
                 break
 
 
-def _wrong_results(
+def _corrections(
     result_shardings: Shardings, shardings: Shardings, same_as: Mapping[Value, Value], to_shards: Set[Value]
 ) -> dict[Value, NamedSharding]:
     """Returns the shardings to prescribe for results that XLA sharded differently than needed; `result_shardings` is None if
     inexpressible.
     """
-    wrong: dict[Value, NamedSharding] = {}
+    corrections: dict[Value, NamedSharding] = {}
     for v, sharding in result_shardings.items():
         replaced = shardings[same_as[v]] if v in same_as else None
         if replaced is not None:
             if sharding is None or not is_same(replaced, sharding, v):
-                wrong[v] = replaced
+                corrections[v] = replaced
         elif sharding is None:
-            wrong[v] = replicated(v)
+            corrections[v] = replicated(v)
         elif v in to_shards and v not in same_as and not any(sharding.spec) and any((split := scattered(v)).spec):
             # Only shards of another placement read this value, so no device needs it whole: reduce-scatter the sum.
-            wrong[v] = split
-    return wrong
+            corrections[v] = split
+    return corrections
 
 
 def body(run: RunProgram) -> Callable[..., Any]:

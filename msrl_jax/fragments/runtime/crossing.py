@@ -85,9 +85,9 @@ def _round(pending: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapp
     hops: list[Hop] = []
     for receiver, part in pending:
         process, part_holders = receiver.process_index, holders[part]
-        near = [receiver] if receiver in part_holders else [d for d in part_holders if d.process_index == process]
-        free = next((d for d in near or part_holders if d not in senders), None)
-        if free is None or receiver in receivers or _size(part) != size or (not near and (process, part) in entering):
+        local_holders = [receiver] if receiver in part_holders else [d for d in part_holders if d.process_index == process]
+        free = next((d for d in local_holders or part_holders if d not in senders), None)
+        if free is None or receiver in receivers or _size(part) != size or (not local_holders and (process, part) in entering):
             continue
         hops.append(Hop(free, receiver, part, part_holders[free]))
         senders.add(free)
@@ -231,8 +231,8 @@ class _CollectiveProgram:
         """Maps the blocks of the devices of this process before the crossing to those after it."""
         fill = [_shards(x) for x in self._fill()] or [{}] * len(shards)
         args = []
-        for shape, mine, more in zip(self._shapes, shards, fill, strict=True):
-            parts = [x for d in self._group if (x := mine.get(d, more.get(d))) is not None]
+        for shape, local_shards, fillers in zip(self._shapes, shards, fill, strict=True):
+            parts = [x for d in self._group if (x := local_shards.get(d, fillers.get(d))) is not None]
             args.append(jax.make_array_from_single_device_arrays(shape, self._sharding, parts))
         results = self._run(*args)
         if self._group[0].platform == "cpu":
@@ -294,22 +294,22 @@ class MeshCrossing:
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Copies arrays into new memory."""
-        full = [arrays[i] for i in self._full]
+        nonempty = [arrays[i] for i in self._full]
         if self._odd:
-            for i, x in zip(self._odd, self._pack([full[i] for i in self._odd]), strict=True):
-                full[i] = x
-        source_shards = [_shards(x) for x in full]
+            for i, x in zip(self._odd, self._pack([nonempty[i] for i in self._odd]), strict=True):
+                nonempty[i] = x
+        source_shards = [_shards(x) for x in nonempty]
         target_shards: list[dict[Device, jax.Array]] = [{} for _ in source_shards]
         for program in self._programs:
-            for shards, more in zip(target_shards, program(source_shards), strict=True):
-                shards |= more
+            for shards, new_shards in zip(target_shards, program(source_shards), strict=True):
+                shards |= new_shards
         for i, ((shape, dtype), to, shards) in enumerate(zip(self._wires, self._targets, target_shards, strict=True)):
             parts = [shards[d] for d in sorted(to.device_set, key=lambda d: d.id) if d in shards]
-            full[i] = jax.make_array_from_single_device_arrays(shape, to, parts, dtype=dtype)
+            nonempty[i] = jax.make_array_from_single_device_arrays(shape, to, parts, dtype=dtype)
         if self._odd:
-            for i, x in zip(self._odd, self._unpack([full[i] for i in self._odd]), strict=True):
-                full[i] = x
-        results, empty = dict(zip(self._full, full, strict=True)), iter(self._empty())
+            for i, x in zip(self._odd, self._unpack([nonempty[i] for i in self._odd]), strict=True):
+                nonempty[i] = x
+        results, empty = dict(zip(self._full, nonempty, strict=True)), iter(self._empty())
         return [results[i] if i in results else next(empty) for i in range(len(arrays))]
 
 

@@ -51,7 +51,7 @@ class Executor:
         self,
         schedule: Schedule,
         executables: Executables,
-        wrap_call: CallWrapper = lambda call, what: call,
+        wrap_call: CallWrapper = lambda call, kind: call,
         wrap_step: Callable[[Instruction, Step], Step] = lambda i, step: step,
         delta_stats: dict[Move, DeltaStats] | None = None,
     ):
@@ -279,16 +279,16 @@ def _place_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.shardin
     return _place([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
-def waiting() -> jax.profiler.TraceAnnotation:
+def annotated_wait() -> jax.profiler.TraceAnnotation:
     """Returns a context for the host's waiting for devices, which names it in `jax.profiler` traces."""
     return jax.profiler.TraceAnnotation(f"{IN_TRACES}wait")
 
 
-def named_in_traces(call: ExecutableCall, what: CallKind) -> ExecutableCall:
+def named_in_traces(call: ExecutableCall, kind: CallKind) -> ExecutableCall:
     """Wraps a function so that its time has a name in `jax.profiler` traces."""
 
     def annotated(*args: Any) -> Any:
-        with jax.profiler.TraceAnnotation(f"{IN_TRACES}{what}"):
+        with jax.profiler.TraceAnnotation(f"{IN_TRACES}{kind}"):
             return call(*args)
 
     return annotated

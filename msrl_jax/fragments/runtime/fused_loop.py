@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
 from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
-from msrl_jax.fragments.runtime.execute import waiting
+from msrl_jax.fragments.runtime.execute import annotated_wait
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.transfer import Leaves, read
 
@@ -45,7 +45,7 @@ class FusedLoop:
         self.check_fits(loop, f"program of up to {most} iterations")
         count = jax.device_put(np.int32(length), replicated(self.leaves[0]) if self.leaves else None)
         flat = self.executables.call(loop)(count, *[copies[0] for copies in leaves])
-        with waiting():
+        with annotated_wait():
             rows = read(list(flat[len(leaves) :]))
         return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in rows]
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Move, RunProgram, Schedule, walk
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, waiting
+from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, annotated_wait
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.send_changed import DeltaStats
@@ -28,7 +28,7 @@ class HostLoop:
         self._axes, self._executables, self._ahead, self._check_fits = axes, executables, ahead, check_fits
         self._is_lowered = False
         self._executor: Executor | None = None
-        self._wrap_call: CallWrapper = lambda call, what: call
+        self._wrap_call: CallWrapper = lambda call, kind: call
 
     def lower(self) -> None:
         """Compiles all programs."""
@@ -64,13 +64,13 @@ class HostLoop:
         for _ in range(length):
             leaves, row, measured = execute(leaves)
             outputs.append((row, measured))
-            with waiting():
+            with annotated_wait():
                 if not row and not measured:
                     jax.block_until_ready(leaves)
                 elif len(outputs) > self._ahead:
                     jax.block_until_ready(outputs[-1 - self._ahead])
         flat, tree = jax.tree.flatten(outputs)
-        with waiting():
+        with annotated_wait():
             outputs = jax.tree.unflatten(tree, read(flat))  # one transfer, and only here
         rows, measured = zip(*outputs, strict=True)
         self._check_measured(measured)
@@ -87,7 +87,7 @@ class HostLoop:
     def with_calls(self, wrap_call: CallWrapper) -> Iterator[None]:
         """Replaces the functions that dispatch; see `Executor`."""
         outer, before = self._wrap_call, self.executor()
-        self._wrap_call = lambda call, what: wrap_call(outer(call, what), what)
+        self._wrap_call = lambda call, kind: wrap_call(outer(call, kind), kind)
         self._executor = Executor(self.schedule, self._executables, self._wrap_call, delta_stats=self.delta_stats)
         try:
             yield

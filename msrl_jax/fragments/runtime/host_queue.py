@@ -114,4 +114,4 @@ class HostQueue:
         if any(type(x) is HostFuture for x in args):
             return False
         consumed = {id(args[k]) for k in task.donated}
-        return not consumed or all(id(resolved(x)) not in consumed for other in before for x in other.args)
+        return not consumed or all(id(resolved(x)) not in consumed for earlier_task in before for x in earlier_task.args)

@@ -42,7 +42,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
     context = _Context(executables, shardings, declared_axes(schedule, axes), itertools.count(schedule.free_index))
     back = [list(zip(outs, entries, strict=True)) for entries, outs in zip(schedule.inputs, schedule.outputs, strict=True)]
     body = _lower_block(schedule.body, {out: inputs[entry] for pairs in back for out, entry in pairs}, {}, context)
-    outputs = tuple(tuple(_resharded(out, inputs[entry], body, context) for out, entry in pairs) for pairs in back)
+    outputs = tuple(tuple(_with_sharding(out, inputs[entry], body, context) for out, entry in pairs) for pairs in back)
     executables.shardings.update({v: s or replicated(v) for v, s in shardings.items()})
     for i, _ in walk(body):
         if isinstance(i, Move) and not i.is_copy and (changes := changes_of(i)):
@@ -141,16 +141,16 @@ def _lower_loop(
     for c in i.carry:
         sharding = shardings[c.body_in] or shardings[c.body_out] or replicated(c.body_in)
         shardings[c.body_in] = shardings[c.result] = sharding
-        body_out, init = _resharded(c.body_out, sharding, body, context), c.init
+        body_out, init = _with_sharding(c.body_out, sharding, body, context), c.init
         if init in glue and not is_same(sharding, shardings[init] or sharding, init):
             glue_shardings[init] = sharding
         else:
-            init = _resharded(init, sharding, before, context)
+            init = _with_sharding(init, sharding, before, context)
         carry.append(replace(c, init=init, body_out=body_out))
     return replace(i, carry=tuple(carry), body=tuple(body)), glue_shardings
 
 
-def _resharded(value: Value, sharding: NamedSharding, into: list[Instruction], context: _Context) -> Value:
+def _with_sharding(value: Value, sharding: NamedSharding, into: list[Instruction], context: _Context) -> Value:
     """Returns the value with a sharding: itself, or a copy that replaces it, appended to `into`."""
     shardings = context.shardings
     if is_same(sharding, shardings[value] or sharding, value):

@@ -86,10 +86,10 @@ class StateLayout:
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
         self._expected.check_tree(tree)
-        extra = len(self.inputs) - len(flat)
-        if delayed and len(state.registers) != extra:
+        num_registers = len(self.inputs) - len(flat)
+        if delayed and len(state.registers) != num_registers:
             raise ValueError(
-                f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
+                f"the state has {len(state.registers)} registers of stale parameters, but the program has {num_registers} "
                 f"(staleness={self.staleness}); pass program.unwrap(state) to start from its newest parameters"
             )
         self._expected.check_leaves(flat)

@@ -102,11 +102,11 @@ class _Clock:
     def run(self, instructions: Iterable[Instruction]) -> None:
         for i in instructions:
             if isinstance(i, Loop):
-                self.loop(i)
+                self.run_loop(i)
             elif not isinstance(i, Free):
-                self.one(i, self.costs[i])
+                self.run_one(i, self.costs[i])
 
-    def one(self, i: Instruction, cost: Cost) -> None:
+    def run_one(self, i: Instruction, cost: Cost) -> None:
         is_exchange = isinstance(i, Move) and not i.is_copy
         devices = i.placement.devices if isinstance(i, RunProgram) else ()
         begin = max(self.host, *(self.ready.get(v, 0.0) for v in i.reads()), *(self.busy.get(d, 0.0) for d in devices), 0.0)
@@ -117,7 +117,7 @@ class _Clock:
         self.ready.update(dict.fromkeys(i.makes(), end))
         self.busy.update(dict.fromkeys(devices, end))
 
-    def loop(self, i: Loop) -> None:
+    def run_loop(self, i: Loop) -> None:
         for c in i.carry:
             self.ready[c.body_in] = self.ready.get(c.init, 0.0)
         for _ in range(i.length):
@@ -187,12 +187,12 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each JAX call
     in_programs: list[float] = []  # seconds in compiled programs
 
-    def wrap_call(call: ExecutableCall, what: CallKind) -> ExecutableCall:
+    def wrap_call(call: ExecutableCall, kind: CallKind) -> ExecutableCall:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)
             in_jax.append(time.thread_time() - start)
-            if what == "program":
+            if kind == "program":
                 in_programs.append(in_jax[-1])
             return results
 

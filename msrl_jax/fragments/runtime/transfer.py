@@ -58,7 +58,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
     crossings: dict[tuple[Mesh | AbstractMesh, Mesh | AbstractMesh], list[int]] = {}
     for i, (x, to) in enumerate(zip(arrays, shardings, strict=True)):
         if not is_global(x):
-            results[i] = _spread(x, to)
+            results[i] = _make_global(x, to)
         elif len(processes := owners(x.sharding, to)) > 1:
             crossings.setdefault((x.sharding.mesh, to.mesh), []).append(i)
         elif jax.process_index() in processes:
@@ -81,7 +81,7 @@ def crossing(
     return MeshCrossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
 
 
-def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
+def _make_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Makes a local array global: every process places the parts of its devices."""
     x = x if is_key(x) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
@@ -94,15 +94,17 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     Typed keys stay JAX arrays.
     """
     # JAX cannot assemble split arrays without elements, so make them on the host.
-    full: list[Any] = [x if x.size or is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
+    readable: list[Any] = [x if x.size or is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
-        return jax.device_get(full)
+        return jax.device_get(readable)
     everyone = {*range(jax.process_count())}
-    spread = [i for i, x in enumerate(full) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)]
-    results = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
-    local_arrays = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in results}
+    spread = [
+        i for i, x in enumerate(readable) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)
+    ]
+    results = dict(zip(spread, _gather([readable[i] for i in spread]), strict=True)) if spread else {}
+    local_arrays = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(readable) if i not in results}
     results |= jax.device_get(local_arrays)
-    return [results[i] for i in range(len(full))]
+    return [results[i] for i in range(len(readable))]
 
 
 def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
@@ -178,7 +180,7 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
         for k, x in zip(misplaced, moved, strict=True):
             arrays[k] = x
     to_copy = [k for k, is_fresh in enumerate(fresh) if is_fresh]
-    for k, x in zip(to_copy, _copied([arrays[k] for k in to_copy]), strict=True):
+    for k, x in zip(to_copy, _copy_in_place([arrays[k] for k in to_copy]), strict=True):
         arrays[k] = x
     # Copies are made in the background, and the caller may write to memory of NumPy once this returns.
     jax.block_until_ready([arrays[k] for k, (i, _) in enumerate(targets) if not isinstance(flat[i], jax.Array)])
@@ -186,7 +188,7 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
 
-def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _copy_in_place(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Copies arrays in place; compiles nothing for those of this process: a program for each shape would stay in memory."""
     local = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
     moved = jax.device_put([arrays[k] for k in local], [arrays[k].sharding for k in local], may_alias=False)
@@ -218,14 +220,14 @@ def initialize(
         values = evaluate_with_host(init, args)
         flat |= {i: values[i] for i in small}
     else:
-        flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _leaves(init, xs, small)), *args), strict=True))
+        flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _select_leaves(init, xs, small)), *args), strict=True))
     to = [*(shardings[i] for i in flat), *shardings[count:]]
     placed = put([*flat.values(), *(flat[i] for i in registers)], to, copy=True)
-    leaves = _computed_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
+    leaves = _compute_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
     return [*(leaves[i] for i in range(count)), *placed[len(flat) :]]
 
 
-def _computed_in_place(
+def _compute_in_place(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]], evaluate: Callable[..., Any]
 ) -> dict[int, tuple[jax.Array, ...]]:
     by_mesh: dict[Mesh | AbstractMesh, list[tuple[int, NamedSharding]]] = {}
@@ -236,13 +238,15 @@ def _computed_in_place(
     for mesh, targets in by_mesh.items():
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers, out = [i for i, _ in targets], [sharding for _, sharding in targets]
-        arrays = evaluate(jax.jit(lambda *xs, numbers=numbers: _leaves(init, xs, numbers), out_shardings=out), *arguments)
+        arrays = evaluate(
+            jax.jit(lambda *xs, numbers=numbers: _select_leaves(init, xs, numbers), out_shardings=out), *arguments
+        )
         for i, array in zip(numbers, arrays, strict=True):
             leaves[i] += (array,)
     return leaves
 
 
-def _leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+def _select_leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
     """Some leaves of a state; XLA drops computations that only the others need."""
     flat = jaxpr_as_fun(init)(*args)
     return [flat[i] for i in numbers]

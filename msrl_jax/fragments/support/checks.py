@@ -81,7 +81,7 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     """
     lower, by_lower = name.lower(), {option.lower(): option for option in options}
     initials = {option: "".join(word[0] for word in re.split(r"[\W_]+", option) if word) for option in by_lower}
-    near = [option for option in by_lower if len(lower) > 1 and initials[option] == lower]
-    near = near or difflib.get_close_matches(lower, by_lower, n=1)
-    near = near or [option for option in by_lower if option.startswith(lower)]
-    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+    matches = [option for option in by_lower if len(lower) > 1 and initials[option] == lower]
+    matches = matches or difflib.get_close_matches(lower, by_lower, n=1)
+    matches = matches or [option for option in by_lower if option.startswith(lower)]
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""

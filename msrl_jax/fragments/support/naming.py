@@ -93,8 +93,8 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
         sys.path.remove(working_directory)
     if not hasattr(module_object, name):
         public_names = [key for key in vars(module_object) if not key.startswith("_")]
-        near = suggestion(name, public_names)
-        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{near}; give MODULE:NAME of {what}")
+        hint = suggestion(name, public_names)
+        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{hint}; give MODULE:NAME of {what}")
     value = getattr(module_object, name)
     if isinstance(value, type) or inspect.isroutine(value):
         _check_not_standard(kind, path, str(value.__module__), what)
