@@ -287,10 +287,10 @@ class Program(Generic[State]):
             registers=self.state.registers,
         )
 
-    def run_chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
+    def run_chunk(self, leaves: Leaves, length: int, max_length: int) -> tuple[Leaves, list[Any]]:
         """Runs iterations; returns their metrics, stacked."""
         if self._fused:
-            return self._fused.run(leaves, length, most)
+            return self._fused.run(leaves, length, max_length)
         leaves, rows = self.host_loop.run(leaves, length)
         return leaves, _combine_rows(np.stack, jnp.stack, rows)
 

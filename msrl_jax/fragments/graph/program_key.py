@@ -35,7 +35,7 @@ from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.support.random_keys import is_key
 
 # Contents longer than this many bytes are represented by their digest.
-_LONG = 64
+_MAX_LITERAL_BYTES = 64
 
 
 class _Identity:
@@ -202,7 +202,7 @@ def _array_key(x: np.ndarray | np.generic | jax.Array) -> Hashable:
 
 def _content_bytes(x: np.ndarray) -> bytes:
     content = x.tobytes()
-    return content if len(content) <= _LONG else hashlib.sha256(content).digest()
+    return content if len(content) <= _MAX_LITERAL_BYTES else hashlib.sha256(content).digest()
 
 
 def _traced_key(value: object) -> Hashable:

@@ -17,7 +17,7 @@ from msrl_jax.fragments.support.checks import shown
 PyTree = Any
 
 # The number of iterations in which the weak types of a state must converge.
-_MOST_CHANGES = 8
+_MAX_WEAK_TYPE_CHANGES = 8
 
 
 def leaf_aval(leaf: object, name: str) -> jax.ShapeDtypeStruct:
@@ -73,7 +73,7 @@ class Traced:
         while tuple(weak) not in visited:
             visited.add(tuple(weak))
             closed, _ = self.trace_again(weak)
-            if computation_key(closed) != expected_key or len(visited) > _MOST_CHANGES:
+            if computation_key(closed) != expected_key or len(visited) > _MAX_WEAK_TYPE_CHANGES:
                 return False
             weak = _weak_types(closed.out_avals[: len(weak)])
         return True
@@ -132,7 +132,7 @@ def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
         if after in visited:
             return traced
         closed, metrics = traced.trace_again(after)
-        if len(visited) > _MOST_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
+        if len(visited) > _MAX_WEAK_TYPE_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
             break
         traced = Traced(closed, metrics, traced.trace_again)
     i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)

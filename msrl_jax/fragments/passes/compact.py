@@ -34,9 +34,9 @@ from msrl_jax.fragments.placement import Placement
 _WORDS = ("float32", "int32", "uint32", "bool")
 # Limits per carried array, and per stacked array, which is only written. Moving larger arrays takes longer than launching a
 # kernel: a T4 reads and writes 256 KiB in 1.7 us, an H100 in 0.2, and a kernel launch takes 2 to 3.
-_MOST_BYTES, _MOST_STACKED = 2**14, 2**18
-_FEWEST, _SHORTEST = 3, 4  # minimum number of arrays, and of steps of a loop: unpacking after the loop also costs kernels
-_STEPS = {50: 8, 300: 5}  # maximum number of equations of a body -> maximum number of steps per loop iteration
+_MAX_CARRY_BYTES, _MAX_ROW_BYTES = 2**14, 2**18
+_MIN_ARRAYS, _MIN_STEPS = 3, 4  # minimum number of arrays, and of steps of a loop: unpacking after the loop also costs kernels
+_MAX_UNROLLED = {50: 8, 300: 5}  # maximum number of equations of a body -> maximum number of steps per loop iteration
 
 
 def is_single_accelerator(placement: Placement) -> bool:
@@ -56,12 +56,12 @@ def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
     if eqn.primitive is not scan_p or eqn.effects:
         return [eqn]
     scan = scan_parts(eqn)
-    if scan.length < _SHORTEST:
+    if scan.length < _MIN_STEPS:
         return [eqn]
     results = [aval(v) for v in scan.body.jaxpr.outvars]
     carry = SmallArrayPacker(results[: scan.num_carry])
-    rows = SmallArrayPacker(results[scan.num_carry :], most=_MOST_STACKED)
-    steps = _steps(scan, eqn.params.get("unroll", 1))
+    rows = SmallArrayPacker(results[scan.num_carry :], max_bytes=_MAX_ROW_BYTES)
+    steps = _choose_unroll(scan, eqn.params.get("unroll", 1))
     if not carry.small and not rows.small and steps == 1:
         return [eqn]
     return inlined_at(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
@@ -70,11 +70,11 @@ def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
 class SmallArrayPacker:
     """Arrays whose small members are packed into one vector of words; none are packed unless `is_enabled`."""
 
-    def __init__(self, arrays: Sequence[ShapedArray], is_enabled: bool = True, most: int = _MOST_BYTES):
+    def __init__(self, arrays: Sequence[ShapedArray], is_enabled: bool = True, max_bytes: int = _MAX_CARRY_BYTES):
         self._arrays = arrays
-        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= most
+        fits = lambda x: x.dtype.name in _WORDS and not x.weak_type and 0 < 4 * math.prod(x.shape) <= max_bytes
         small = [i for i, x in enumerate(arrays) if fits(x)]
-        self.small = frozenset(small if is_enabled and len(small) >= _FEWEST else ())
+        self.small = frozenset(small if is_enabled and len(small) >= _MIN_ARRAYS else ())
 
     def pack(self, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the vector, `()` if there is none, and the other arrays."""
@@ -94,11 +94,11 @@ class SmallArrayPacker:
             offset += size
 
 
-def _steps(scan: Scan, unroll: int) -> int:
+def _choose_unroll(scan: Scan, unroll: int) -> int:
     """Returns the number of steps per loop iteration."""
     equations = sum(1 for _ in equations_in(scan.body.jaxpr))
-    most = next((steps for size, steps in _STEPS.items() if equations <= size), 1)
-    return max(unroll, *(steps for steps in range(1, most + 1) if scan.length % steps == 0))
+    max_steps = next((steps for size, steps in _MAX_UNROLLED.items() if equations <= size), 1)
+    return max(unroll, *(steps for steps in range(1, max_steps + 1) if scan.length % steps == 0))
 
 
 def _loop(scan: Scan, carry: SmallArrayPacker, rows: SmallArrayPacker, steps: int, operands: Sequence[Any]) -> list[Any]:

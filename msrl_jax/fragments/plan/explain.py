@@ -99,7 +99,7 @@ def explain(
         loops,
         tuple(warnings),
         host_calls,
-        _least_seconds(layout, programs, fragments),
+        _lower_bounds(layout, programs, fragments),
         tuple(_registers(registers, layout.staleness)),
     )
 
@@ -111,15 +111,18 @@ def _registers(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[R
             yield RegisterPlan(leaf, name, sum(v.nbytes for v in values if v.placement.name == name), age)
 
 
-def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:
-    least = {}
+def _lower_bounds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:
+    lower_bounds = {}
     for placement in layout.placements:
-        launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
+        device_launches = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
         total_flops = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
         kind = getattr(placement.devices[0], "device_kind", "")
-        if launched and (seconds := roofline_seconds(kind, launched, total_flops / len(placement.devices))) is not None:
-            least[placement.name] = seconds
-    return least
+        if (
+            device_launches
+            and (seconds := roofline_seconds(kind, device_launches, total_flops / len(placement.devices))) is not None
+        ):
+            lower_bounds[placement.name] = seconds
+    return lower_bounds
 
 
 def _program(
@@ -240,8 +243,8 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
     if layout.staleness and waiting_programs:
         yield (
             f"{waiting_programs[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits "
-            "for them: staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them "
-            "one of these roles, or have an actor pass them on"
+            "for them: staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads "
+            "them one of these roles, or have an actor pass them on"
         )
     elif any("actor" in i.roles for i in waiting_programs):
         yield (

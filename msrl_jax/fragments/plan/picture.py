@@ -140,8 +140,8 @@ def _placement_lines(plan: Plan, name: str) -> list[str]:
     if any(traffic.values()):
         lines.append(", ".join(f"{size(nbytes)} {word}" for word, nbytes in traffic.items() if nbytes))
     if name in plan.launches:
-        least = plan.roofline_seconds.get(name)
-        predicted = f", at least {least * 1e3:.3g} ms (predicted)" if least else ""
+        lower_bound = plan.roofline_seconds.get(name)
+        predicted = f", at least {lower_bound * 1e3:.3g} ms (predicted)" if lower_bound else ""
         lines.append(f"{plan.launches[name]:,} launches{predicted}")
     return lines
 
@@ -202,9 +202,9 @@ def _inside(plan: Plan, program: ProgramPlan) -> Iterable[int]:
 
 def _rows(plan: Plan, places: Sequence[int]) -> list[_Row]:
     fragments = [plan.fragments[k] for k in places]
-    least = min((f.depth for f in fragments), default=0)
+    min_depth = min((f.depth for f in fragments), default=0)
     costs = [f"{f.calls:,}x" + f" {count(f.flops)} FLOPs" * bool(f.flops) for f in fragments]
-    return [_Row(f.name, cost, f.depth - least, f.role) for f, cost in zip(fragments, costs, strict=True)]
+    return [_Row(f.name, cost, f.depth - min_depth, f.role) for f, cost in zip(fragments, costs, strict=True)]
 
 
 def _loop_of(plan: Plan, program: str) -> LoopPlan | None:
@@ -275,8 +275,12 @@ def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 def _text(x: float, y: float, text: str, space: float, kind: str = "", full_text: str = "") -> str:
     """Returns a line of text, truncated in the middle if it is too wide; the tooltip has the full text."""
-    most = max(int(space / (_LETTER * (1.3 if kind == "title" else 1))), 4)
-    visible = text if len(text) <= most else f"{text[: most // 2]}…{text[len(text) - (most - most // 2 - 1) :]}"
+    max_letters = max(int(space / (_LETTER * (1.3 if kind == "title" else 1))), 4)
+    visible = (
+        text
+        if len(text) <= max_letters
+        else f"{text[: max_letters // 2]}…{text[len(text) - (max_letters - max_letters // 2 - 1) :]}"
+    )
     full_text = full_text or text
     tip = f"<title>{escape(full_text)}</title>" if full_text != visible else ""
     return f'<text x="{x}" y="{y}"{f" class={chr(34)}{kind}{chr(34)}" if kind else ""}>{escape(visible)}{tip}</text>'

@@ -22,14 +22,14 @@ def count(number: int) -> str:
 
 
 def _readable(number: int, step: int, units: Sequence[str]) -> str:
-    most = len(units) - 1
-    power = next((k for k in range(most) if number / step**k < step), most)
+    last_unit = len(units) - 1
+    power = next((k for k in range(last_unit) if number / step**k < step), last_unit)
     return f"{number / step**power:.{min(power, 1)}f}{units[power]}"
 
 
-def _shorten(name: str, most: int = 40) -> str:
+def _shorten(name: str, max_length: int = 40) -> str:
     parts = name.split("+")
-    return name if len(name) <= most else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
+    return name if len(name) <= max_length else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
 
 
 _columns = functools.partial(table, indent=2)
@@ -77,14 +77,14 @@ def _device_range(devices: Sequence[str]) -> str:
 
 def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
     counts = [f"{number:,} @ {name}" for name, number in plan.launches.items()]
-    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.roofline_seconds.items()]
-    predicted = f"; predicted, at least {', '.join(least)}" if least else ""
+    lower_bounds = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.roofline_seconds.items()]
+    predicted = f"; predicted, at least {', '.join(lower_bounds)}" if lower_bounds else ""
     in_all = dict.fromkeys([d for name in plan.launches for d in plan.placements[name]], 0)
     for name, number in plan.launches.items():
         in_all |= {d: in_all[d] + number for d in plan.placements[name]}
-    if (most := max(in_all.values())) > max(plan.launches.values()):
-        device = next(d for d, number in in_all.items() if number == most)
-        predicted += f"; {device}, which placements share, launches {most:,} in all"
+    if (largest := max(in_all.values())) > max(plan.launches.values()):
+        device = next(d for d, number in in_all.items() if number == largest)
+        predicted += f"; {device}, which placements share, launches {largest:,} in all"
     head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
     rows = [
         (

@@ -129,7 +129,7 @@ def _cpus(spec: str, parameters: list[str]) -> list[Device]:
 
 def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     sizes += [1] * (3 - len(sizes))
-    host = tuple(min(n, most) for n, most in zip(sizes, _CHIPS_PER_HOST, strict=True))
+    host = tuple(min(n, limit) for n, limit in zip(sizes, _CHIPS_PER_HOST, strict=True))
     name = "x".join(map(str, sizes))
     try:
         with _environment(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"):

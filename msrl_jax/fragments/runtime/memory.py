@@ -130,16 +130,16 @@ def temporary_bytes(jaxpr: Jaxpr, cache: dict[int, int] | None = None) -> int:
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
     live: dict[Var, int] = {}
-    total = most = 0
+    total = peak = 0
     for i, eqn in enumerate(jaxpr.eqns):
         outputs = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
         live |= outputs
         total += sum(outputs.values())
-        most = max(most, total + max((temporary_bytes(sub, cache) for sub in sub_jaxprs(eqn)), default=0))
+        peak = max(peak, total + max((temporary_bytes(sub, cache) for sub in sub_jaxprs(eqn)), default=0))
         unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
         total -= sum(live.pop(v, 0) for v in unused)
-    cache[id(jaxpr)] = most
-    return most
+    cache[id(jaxpr)] = peak
+    return peak
 
 
 def largest_array(jaxpr: Jaxpr) -> str:

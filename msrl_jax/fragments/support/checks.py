@@ -28,10 +28,10 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 def check_seed(seed: object, seeds: int = 1) -> int:
     """Converts the first of consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
-    first, most = whole("seed", seed, least=0), 2**32 - seeds
-    if first > most:
+    first, max_seed = whole("seed", seed, least=0), 2**32 - seeds
+    if first > max_seed:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
-        raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {most}")
+        raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {max_seed}")
     return first
 
 
