@@ -33,8 +33,7 @@ cond_p, jit_p, scan_p, while_p = primitives.cond_p, primitives.jit_p, primitives
 
 Atom = Var | Literal
 
-PyTreeDef: TypeAlias = Any
-"""The structure of a tree. `jax.tree_util.PyTreeDef` is a variable, which type checkers do not accept as a type."""
+PyTreeDef: TypeAlias = Any  # type checkers do not accept `jax.tree_util.PyTreeDef`, a variable, as a type
 
 # Calls that only evaluate their bodies, so the bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
 # call, and the schedule of a remat, matter only under differentiation, which is done once a loop is traced.)

@@ -66,8 +66,7 @@ def max_dividing_devices(available: int, sizes: Mapping[str, int], axes: Sequenc
     members.
     """
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
-    members = sizes.get("member", 1)
-    return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
+    return max((n for n in range(1, available + 1) if size % n == 0 or sizes.get("member", 1) % n == 0), default=1)
 
 
 def divide_devices(

@@ -22,8 +22,7 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
         raise ValueError("devices is empty; pass at least one, such as jax.devices()[:1], or omit it to use all")
     if invalid := [device for device in devices if not hasattr(device, "process_index")]:
         raise TypeError(f"devices has {shown(invalid[0])}, which is not a device; use those of jax.devices()")
-    duplicates = [device for i, device in enumerate(devices) if device in devices[:i]]
-    if duplicates:
+    if duplicates := [device for i, device in enumerate(devices) if device in devices[:i]]:
         raise ValueError(f"devices has {duplicates[0]} twice; pass every device once")
     return tuple(devices)
 

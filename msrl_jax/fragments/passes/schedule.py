@@ -286,26 +286,25 @@ class _RegionScheduler:
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[ProgramNodes | None]]:
         """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
-        partition = self.partition
         readers: dict[tuple[Var, Placement], set[ProgramNodes | None]] = {}
 
         def add_reader(atom: Atom, placement: Placement, reader: ProgramNodes | None) -> None:
             if isinstance(atom, Var):
                 readers.setdefault((atom, self.supplier(atom, placement)), set()).add(reader)
 
-        for group in partition.groups:
+        for group in self.partition.groups:
             for node in group.nodes:
                 if group.placement is not None:
                     for atom in node.eqn.invars:
                         add_reader(atom, group.placement, group)
                     continue
-                for atom, placements in zip(node.eqn.invars, partition.loops[node].inputs_at, strict=True):
+                for atom, placements in zip(node.eqn.invars, self.partition.loops[node].inputs_at, strict=True):
                     for p in placements:
                         add_reader(atom, p, group)
-        for atom, carry_placements in zip(partition.region.next_carry, partition.carry_placements, strict=True):
+        for atom, carry_placements in zip(self.partition.region.next_carry, self.partition.carry_placements, strict=True):
             for p in carry_placements:
                 add_reader(atom, p, None)
-        looped = {v for node in partition.loops for v in node.eqn.outvars}
+        looped = {v for node in self.partition.loops for v in node.eqn.outvars}
         for atom, p in stacked:  # a program writes its own rows, but rows that a loop makes must be results of that loop
             if isinstance(atom, Var) and atom in looped:
                 add_reader(atom, p, None)

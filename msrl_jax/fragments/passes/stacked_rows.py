@@ -36,14 +36,13 @@ class ResultBuffer:
 def read_row(row: StackedRow, value: Value, row_number: Value) -> RunProgram:
     """Returns a program that reads a row into a value."""
     var = Var(row.aval)
-    jaxpr = make_jaxpr_of([], [var], [var], "read row")
-    return RunProgram("read row", value.placement, jaxpr, (row.stacked,), (value,), (0,), index=row_number)
+    copy = make_jaxpr_of([], [var], [var], "read row")
+    return RunProgram("read row", value.placement, copy, (row.stacked,), (value,), (0,), index=row_number)
 
 
 def write_row(buffer: ResultBuffer, source: Value | StackedRow, row_number: Value) -> RunProgram:
     """Returns a program that writes a value, or a row of another array, to the current row of a buffer."""
     var = Var(aval(buffer.row))
-    jaxpr = make_jaxpr_of([], [var], [var], "write row")
-    is_row = isinstance(source, StackedRow)
-    value, rows = (source.stacked, (0,)) if is_row else (source, ())
-    return RunProgram("write row", buffer.placement, jaxpr, (value,), (), rows, (buffer.pair,), row_number)
+    copy = make_jaxpr_of([], [var], [var], "write row")
+    value, rows = (source.stacked, (0,)) if isinstance(source, StackedRow) else (source, ())
+    return RunProgram("write row", buffer.placement, copy, (value,), (), rows, (buffer.pair,), row_number)

@@ -145,10 +145,9 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
                     f"{name!r}: it has {', '.join(placements)}"
                 )
         if not any(edge.only in name for name in names):
-            hint = suggestion(edge.only, names)
             raise ValueError(
                 f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
-                f"iteration has no such value{hint}. program.explain() shows the names"
+                f"iteration has no such value{suggestion(edge.only, names)}. program.explain() shows the names"
             )
 
 

@@ -116,11 +116,8 @@ def _lower_bounds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Se
     for placement in layout.placements:
         device_launches = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
         total_flops = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
-        kind = getattr(placement.devices[0], "device_kind", "")
-        if (
-            device_launches
-            and (seconds := roofline_seconds(kind, device_launches, total_flops / len(placement.devices))) is not None
-        ):
+        kind, flops_per_device = getattr(placement.devices[0], "device_kind", ""), total_flops / len(placement.devices)
+        if device_launches and (seconds := roofline_seconds(kind, device_launches, flops_per_device)) is not None:
             lower_bounds[placement.name] = seconds
     return lower_bounds
 

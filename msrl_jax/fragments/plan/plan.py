@@ -166,8 +166,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain Python data for JSON."""
-        totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
-        totals += ("launches",)
+        totals = (
+            *("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives"),
+            *("memory", "launches"),
+        )
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:

@@ -97,8 +97,8 @@ def plan_devices(spec: str) -> list[Device]:
         raise ValueError(f"devices {spec!r}: pass a kind and a number of devices; use {FORMS}")
     kind, size = parameters
     if kind not in kinds:
-        hint = suggestion(kind, kinds)
-        raise ValueError(f"devices {spec!r}: unknown {platform.upper()} {kind!r}{hint}; use {', '.join(kinds)}")
+        unknown = f"unknown {platform.upper()} {kind!r}{suggestion(kind, kinds)}"
+        raise ValueError(f"devices {spec!r}: {unknown}; use {', '.join(kinds)}")
     sizes = _sizes(spec, size)
     return _tpus(spec, kind, sizes) if platform == "tpu" else _gpus(spec, kind, sizes)
 

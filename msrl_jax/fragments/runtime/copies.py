@@ -1,7 +1,6 @@
 """The programs of copies, of allocations, and of results of host calls."""
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -15,8 +14,6 @@ def compile_copies(instructions: Iterable[Instruction], shardings: Shardings, ex
     """Compiles the programs of Moves that copy, of Allocs and of HostCalls; their values without a sharding are replicated."""
     for i in instructions:
         inputs: tuple[Value, ...]
-        key: Hashable
-        fn: Callable[..., Any]
         if isinstance(i, Move) and i.is_copy:
             inputs, results, key, fn = i.sources, i.results, "copy", _copy
         elif isinstance(i, Move) and i.shares_devices and len(i.processes) == 1:

@@ -40,8 +40,7 @@ class HostFuture:
     index: int
 
 
-Slot: TypeAlias = jax.Array | HostFuture
-"""An array, now or later."""
+Slot: TypeAlias = jax.Array | HostFuture  # an array, now or later
 
 
 def resolved(x: Slot) -> Slot:
