@@ -81,7 +81,7 @@ class Program(Generic[State]):
                 "the program was compiled under jax.enable_x64, but runs without it; run it with the setting that it was "
                 "compiled with, or compile it again"
             )
-        self._check_present()
+        self._check_devices_exist()
 
     @property
     def schedule(self) -> Schedule:
@@ -129,7 +129,7 @@ class Program(Generic[State]):
         """Bytes of the metrics of one iteration."""
         return sum(v.nbytes for v in self.schedule.metrics)
 
-    def _check_present(self) -> None:
+    def _check_devices_exist(self) -> None:
         check_no_mesh_is_set()
         if missing := [d for d in self.devices if is_planned(d)]:
             raise RuntimeError(
@@ -148,7 +148,7 @@ class Program(Generic[State]):
         Returns:
           The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
         """
-        self._check_present()
+        self._check_devices_exist()
         return self.state.unflatten(self.state.place(state, copy=True))
 
     @entry
@@ -162,7 +162,7 @@ class Program(Generic[State]):
         Returns:
           The placed state, as `place` returns it.
         """
-        self._check_present()
+        self._check_devices_exist()
         return self.state.unflatten(self.state.initialize(init, args, self.executables))
 
     def unwrap(self, state: State | Delayed) -> State:

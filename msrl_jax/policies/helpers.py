@@ -117,7 +117,7 @@ def divide_devices(
     return devices_by_part
 
 
-def _by_name(choice: CodecChoice) -> Mapping[str, str | Codec]:
+def _codecs_by_label(choice: CodecChoice) -> Mapping[str, str | Codec]:
     return choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
 
 
@@ -127,7 +127,9 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
     Raises ValueError on an unknown codec.
     """
     ways = (lower, upper, up), (upper, lower, down)
-    return tuple(Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _by_name(choice).items())
+    return tuple(
+        Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _codecs_by_label(choice).items()
+    )
 
 
 def check_counts(policy: object, *fields: str) -> None:
@@ -141,7 +143,9 @@ def check_codecs(policy: object, *fields: str) -> None:
     """Raises TypeError if a field of a policy is not a `CodecChoice`."""
     for name in fields:
         choice = getattr(policy, name)
-        if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _by_name(choice).items()):
+        if not all(
+            isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _codecs_by_label(choice).items()
+        ):
             raise TypeError(
                 f"{type(policy).__name__}: {name}={shown(choice)} is not a codec; use the name of one (such as 'bfloat16'; "
                 "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"

@@ -116,7 +116,7 @@ class SingleLearnerCoarse:
         other_counts = {"learners": self.learners, **buffer_count}
         buffering = "buffers" if buffer_count else "actors" if self.buffers == "actors" else "learners"
         axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *other_counts)}
-        parts = _parts(devices, "actors", self.actors, other_counts, self.env_platform, sizes, self, axes["actors"])
+        parts = _divide(devices, "actors", self.actors, other_counts, self.env_platform, sizes, self, axes["actors"])
         placed = {name: Placement.over(name, part, split=axes_to_split(axes[name])) for name, part in parts.items()}
         actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
@@ -153,7 +153,7 @@ class SingleLearnerFine:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
-        parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
+        parts = _divide(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
         envs = Placement.over("envs", parts["envs"], split=axes_to_split(ACTING))
         learners = Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
@@ -236,7 +236,7 @@ class Central:
         return Layout(roles, codecs=codecs, policy=policy_repr(self))
 
 
-def _parts(
+def _divide(
     devices: Sequence[Device],
     first: str,
     num_first: int | None,

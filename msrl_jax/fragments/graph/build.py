@@ -69,12 +69,12 @@ class _Builder:
         self.labels[var] = "captured constant"
         return var
 
-    def marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
+    def find_marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
         """Returns the names and roles of the fragments in an equation, in order of appearance."""
         fragments = [(eqn.params["name"], eqn.params["role"])] if is_fragment(eqn) else []
         for sub in sub_jaxprs(eqn):
             if id(sub) not in self._marks:  # the entry keeps the jaxpr alive, so that its id stays unique
-                self._marks[id(sub)] = sub, list(dict.fromkeys(mark for e in sub.eqns for mark in self.marks(e)))
+                self._marks[id(sub)] = sub, list(dict.fromkeys(mark for e in sub.eqns for mark in self.find_marks(e)))
             fragments += self._marks[id(sub)][1]
         return list(dict.fromkeys(fragments))
 
@@ -84,7 +84,7 @@ class _Builder:
         """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code gets `home` and `role`."""
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
-            marks = self.marks(eqn)
+            marks = self.find_marks(eqn)
             placements: dict[Placement, str] = {}  # the placements that its fragments need, each with one such fragment
             for name, fragment_role in marks:
                 placements.setdefault(self.layout.placement(fragment_role, name), f"{name!r} (role {fragment_role!r})")
@@ -118,17 +118,17 @@ class _Builder:
             if role is not None and len(placements) != 1:
                 roles |= {role}
             if opened:
-                node = Node(placed, None, names, roles, self.open(placed, placements, home, role))
+                node = Node(placed, None, names, roles, self.open_scan(placed, placements, home, role))
             else:
                 node = Node(placed, next(iter(placements), home), names, roles)
             out.append(node)
-            self.label(node)
+            self.add_labels(node)
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
-    def open(self, eqn: JaxprEqn, placements: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
+    def open_scan(self, eqn: JaxprEqn, placements: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
         """Returns the body of a scan that spans placements, as a region."""
         if eqn.primitive is not scan_p:
-            raise ValueError(_cannot_span(eqn, placements))
+            raise ValueError(_span_error(eqn, placements))
         closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
         jaxpr = drop_unused(closed.jaxpr)
         args = [fresh(v) for v in jaxpr.invars]
@@ -147,7 +147,7 @@ class _Builder:
         closed = jax.make_jaxpr(lambda: [jax.lax.empty(kind.shape, kind.dtype) for kind in kinds])()
         return [*ins[num_consts : num_consts + num_carry], *self.inline(closed.jaxpr, [], home, out)]
 
-    def label(self, node: Node) -> None:
+    def add_labels(self, node: Node) -> None:
         if node.loop is not None:
             labels = [_label(a, self.labels) for a in [*node.loop.next_carry, *node.loop.results]]
         else:
@@ -178,7 +178,7 @@ def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
     return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
 
 
-def _cannot_span(eqn: JaxprEqn, placements: dict[Placement, str]) -> str:
+def _span_error(eqn: JaxprEqn, placements: dict[Placement, str]) -> str:
     places = "; ".join(f"fragment {f} runs at {p}" for p, f in placements.items())
     kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
     remedies = {

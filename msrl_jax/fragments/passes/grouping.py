@@ -40,7 +40,7 @@ def _join_earliest(region: Region, places: Mapping[Node, Sequence[Placement]]) -
     last_effect: set[ProgramNodes] = set()
     earlier_calls = _host_calls_before(region)
 
-    def sources(node: Node, placement: Placement | None) -> set[ProgramNodes]:
+    def find_sources(node: Node, placement: Placement | None) -> set[ProgramNodes]:
         source_groups: set[ProgramNodes] = set()
         for atom in node.eqn.invars:
             if isinstance(atom, Var):
@@ -52,7 +52,7 @@ def _join_earliest(region: Region, places: Mapping[Node, Sequence[Placement]]) -
 
     for node in region.nodes:
         for placement in [None] if node.loop is not None else places[node]:
-            direct = sources(node, placement) | (last_effect if node.has_effects else set())
+            direct = find_sources(node, placement) | (last_effect if node.has_effects else set())
             waits_for = direct.union(*(g.waits_for for g in direct))
             is_alone = placement is None or node.is_host_call
             group = None if is_alone else next((g for g in joinable[placement] if waits_for - {g} <= g.waits_for), None)

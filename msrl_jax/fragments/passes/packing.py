@@ -36,7 +36,7 @@ def pack(partition: Partition, graph: Graph, layout: Layout) -> bool:
         return False
     before = len(graph.packed)
     packer = _Packer(partition, graph, layout)
-    packer.run()
+    packer.pack_region()
     graph.checks += packer.checks
     return len(graph.packed) > before
 
@@ -50,20 +50,20 @@ class _Packer:
         self.decoded: dict[tuple[Var, Placement], Var] = {}
         self.checks: list[tuple[Check, CheckScalars]] = []
 
-    def run(self) -> None:
+    def pack_region(self) -> None:
         region = self.partition.region
         places = {n: g.placement for g in self.partition.groups for n in g.nodes}
         for node in region.nodes:
             if node.loop is not None:
-                self.loop(node, node.loop)
+                self.pack_loop(node, node.loop)
             elif (placement := places.get(node)) is not None:
-                node.eqn = node.eqn.replace(invars=[self.crossing(a, [placement]) for a in node.eqn.invars])
+                node.eqn = node.eqn.replace(invars=[self.replace_crossing(a, [placement]) for a in node.eqn.invars])
             self.nodes.append(node)
         pairs = zip(region.next_carry, self.partition.carry_placements, strict=True)
-        region.next_carry[:] = [self.crossing(atom, carry_placements) for atom, carry_placements in pairs]
+        region.next_carry[:] = [self.replace_crossing(atom, carry_placements) for atom, carry_placements in pairs]
         region.nodes[:] = self.nodes
 
-    def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
+    def replace_crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
         """Returns the atom that `readers` read: the unpacked value if it crosses to all of them over an edge with a codec."""
         sources = self.partition.available_at.get(atom) if isinstance(atom, Var) else None
         if not sources or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
@@ -79,14 +79,16 @@ class _Packer:
             matches = (edge.source, edge.destination) == (sources[0].name, destination.name) and edge.only in label
             if matches and codec.takes(aval(atom)):
                 if (atom, destination) not in self.decoded:
-                    self.decoded[atom, destination] = self.pack(atom, sources[0], destination, codec, edge)
+                    self.decoded[atom, destination] = self.pack_value(atom, sources[0], destination, codec, edge)
                 return self.decoded[atom, destination]
         return atom
 
-    def pack(self, var: Var, source: Placement, destination: Placement, codec: Codec, edge: Edge) -> Var:
+    def pack_value(self, var: Var, source: Placement, destination: Placement, codec: Codec, edge: Edge) -> Var:
         shape, label = aval(var), self.graph.labels.get(var, "")
-        packed_vars, tree = self.call(codec.encode, [var], source, f"{label} as {codec.name}")
-        (result,), _ = self.call(lambda *xs: codec.decode(jax.tree.unflatten(tree, xs), shape), packed_vars, destination, label)
+        packed_vars, tree = self.append_call(codec.encode, [var], source, f"{label} as {codec.name}")
+        (result,), _ = self.append_call(
+            lambda *xs: codec.decode(jax.tree.unflatten(tree, xs), shape), packed_vars, destination, label
+        )
         self.graph.packed.update(dict.fromkeys(packed_vars, Packed(label, shape, codec.name, edge)))
         if codec.holds is not None:
             holds = codec.holds
@@ -94,11 +96,13 @@ class _Packer:
             def measure(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 return holds(x), x.min().astype(jnp.float32), x.max().astype(jnp.float32)
 
-            (ok, low, high), _ = self.call(measure, [var], source, f"range of {label}")
+            (ok, low, high), _ = self.append_call(measure, [var], source, f"range of {label}")
             self.checks.append((Check(label, codec, f"from {source.name!r} to {destination.name!r}"), (ok, low, high)))
         return result
 
-    def call(self, fn: Callable[..., Any], args: Sequence[Var], placement: Placement, label: str) -> tuple[list[Var], Any]:
+    def append_call(
+        self, fn: Callable[..., Any], args: Sequence[Var], placement: Placement, label: str
+    ) -> tuple[list[Var], Any]:
         """Appends a function as nodes at a placement; returns its result variables and their tree."""
         kinds = [jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in args]
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*kinds)
@@ -106,17 +110,17 @@ class _Packer:
         self.graph.labels.update(dict.fromkeys(outs, label))
         return outs, jax.tree.structure(shape)
 
-    def loop(self, node: Node, region: Region) -> None:
+    def pack_loop(self, node: Node, region: Region) -> None:
         """Packs values that cross into a loop before the loop, and values that cross inside it in its body."""
         inner = self.partition.loops[node]
         pairs = zip(node.eqn.invars, inner.inputs_at, strict=True)
-        node.eqn = node.eqn.replace(invars=[self.crossing(a, placements) for a, placements in pairs])
+        node.eqn = node.eqn.replace(invars=[self.replace_crossing(a, placements) for a, placements in pairs])
         inside = _Packer(inner, self.graph, self.layout)
-        inside.run()
-        self.stack(node, region, inside.decoded)
-        self.checks += [(check, self.over_times(scalars, node, region)) for check, scalars in inside.checks]
+        inside.pack_region()
+        self.stack_unpacked_rows(node, region, inside.decoded)
+        self.checks += [(check, self.fold_over_loop(scalars, node, region)) for check, scalars in inside.checks]
 
-    def stack(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
+    def stack_unpacked_rows(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
         """Stacks rows at the placement where a loop has unpacked them, so that the stack does not have to cross too."""
         outvars = list(node.eqn.outvars)
         stacks = outvars[len(region.carry) :]
@@ -129,7 +133,7 @@ class _Packer:
                     outvars.append(self.decoded[stacked, placement])
         node.eqn = node.eqn.replace(outvars=outvars)
 
-    def over_times(self, scalars: CheckScalars, node: Node, region: Region) -> CheckScalars:
+    def fold_over_loop(self, scalars: CheckScalars, node: Node, region: Region) -> CheckScalars:
         """Combines the scalars of a check over all repetitions of a loop, in carried values."""
         starts = [np.bool_(True), np.float32(np.inf), np.float32(-np.inf)]
         folds = [jnp.logical_and, jnp.minimum, jnp.maximum]

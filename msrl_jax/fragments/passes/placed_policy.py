@@ -32,24 +32,24 @@ def round_robin_by_process(devices: Sequence[Device]) -> tuple[Device, ...]:
 
     A policy then uses equally many devices of each process, so that parts exchange data within a process.
     """
-    hands: dict[int, list[Device]] = {}
+    devices_by_process: dict[int, list[Device]] = {}
     for device in devices:
-        hands.setdefault(device.process_index, []).append(device)
-    turns = itertools.zip_longest(*hands.values())
-    return tuple(device for turn in turns for device in turn if device is not None)
+        devices_by_process.setdefault(device.process_index, []).append(device)
+    rounds = itertools.zip_longest(*devices_by_process.values())
+    return tuple(device for devices_of_round in rounds for device in devices_of_round if device is not None)
 
 
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Splits only members, where divisible: members are independent, so no reduction spans devices."""
 
-    def only_members(placement: Placement) -> Placement:
+    def split_only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
         if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
             return placement
         other_rules = [rule for rule in placement.rules if rule[0] != "member"]
         return replace(placement, rules=(*rules, *other_rules), separate=())
 
-    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
+    return replace(layout, roles={role: split_only_members(placement) for role, placement in layout.roles.items()})
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PlacedPolicy:
                     f"{suggestion(axis, axes)}; the axes are {', '.join(dict.fromkeys(axes))}"
                 )
         for placement in layout.placements:
-            self._check(placement, layout.policy)
+            self._check_divides(placement, layout.policy)
         return layout
 
     @property
@@ -110,7 +110,7 @@ class PlacedPolicy:
                         f"groups[{axis!r}]={group} does not divide the {size} entries of {path}; use a divisor of {size}"
                     )
 
-    def _check(self, placement: Placement, policy: str) -> None:
+    def _check_divides(self, placement: Placement, policy: str) -> None:
         rules = [rule for rule in placement.rules if rule[0] in self.leaves]
         # The first axis determines the split. Other axes stay whole unless they divide or belong to separate arrays.
         for axis, mesh_axis in (rule for rule in rules if rule[0] in (rules[0][0], *placement.separate)):
@@ -119,12 +119,12 @@ class PlacedPolicy:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
                 in_groups = f" in groups of {group}, which stay on one device" if group > 1 else ""
                 raise ValueError(
-                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{self._describe_indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
                     f"{placement.name!r}{in_groups}; use a multiple of {ways * group}, or give {placement.name!r} "
                     f"{' or '.join(map(str, fit))} devices in {policy}"
                 )
 
-    def _indivisible(self, axis: str, ways: int) -> str:
+    def _describe_indivisible(self, axis: str, ways: int) -> str:
         """Describes the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:

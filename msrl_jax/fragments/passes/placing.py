@@ -100,7 +100,7 @@ def place(
     # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
     fragments = {n: [n.placement] for n in region.nodes if n.placement is not None}
     places = Places(fragments, dict(registers), loops, _readers(region, loops))
-    free = _replicable(region, registers)
+    free = _find_replicable(region, registers)
     _place_dependents(places, region, free)
     # 2. A node with effects runs once, where it is read first.
     for node in region.nodes:
@@ -111,7 +111,7 @@ def place(
     free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in places.nodes]
     free_carry = [v for v in region.carry if v in free]
     _place_where_needed(places, free_glue, free_carry)
-    # 4. What no placed node needs is at the default placement, with what it reads.
+    # 4. Values that no placed node needs are at the default placement, with their inputs.
     for var in region.carry:
         places.home.setdefault(var, [default])
     results = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
@@ -193,7 +193,7 @@ def _first_reader(places: Places, region: Region, node: Node) -> Placement | Non
     return None
 
 
-def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+def _find_replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
     """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
     while True:  # terminates, because `carried` shrinks every time

@@ -131,11 +131,11 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
     _, num_consts, num_carry, _, _ = scan_parts(eqn)
     stacks = [aval(v) for v in eqn.outvars[num_carry:]]
 
-    def results(*xs: jax.Array) -> list[jax.Array]:
+    def compute(*xs: jax.Array) -> list[jax.Array]:
         carry = jax.lax.optimization_barrier(list(xs[num_consts : num_consts + num_carry]))
         return [*carry, *(jax.lax.empty(kind.shape, kind.dtype) for kind in stacks)]
 
-    return results
+    return compute
 
 
 def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

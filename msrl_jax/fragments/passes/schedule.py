@@ -216,7 +216,7 @@ class _RegionScheduler:
         self.instructions.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
 
     def emit_loop(self, group: ProgramNodes) -> None:
-        """Emits a Loop, whose body is scheduled like a region of its own, after memory for its stacked results."""
+        """Emits a Loop, whose body is scheduled as a separate region, after allocating its stacked results."""
         (node,) = group.nodes
         inner = self.partition.loops[node]
         region = inner.region

@@ -92,7 +92,7 @@ def check_disjoint_learners(graph: Graph) -> None:
     to_ends = _propagate(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
     for node in region.nodes:
         if is_fragment(node.eqn) and (role := node.eqn.params["role"]).startswith("learner:"):
-            before, after = _by_type(node.eqn.invars, from_leaves), _by_type(node.eqn.outvars, to_ends)
+            before, after = _merge_by_type(node.eqn.invars, from_leaves), _merge_by_type(node.eqn.outvars, to_ends)
             updated = functools.reduce(operator.or_, (before[kind] & after[kind] for kind in before), 0)
             for i in range(updated.bit_length()):
                 if updated >> i & 1:
@@ -113,22 +113,22 @@ def _propagate(
     bits = defaultdict(int, starts)
     for node in nodes:
         entries, exits = ends_of(node.eqn)
-        by_type = _by_type(entries, bits)
+        by_type = _merge_by_type(entries, bits)
         for var in exits:
             if isinstance(var, Var):
-                bits[var] |= by_type[_type(var)]
+                bits[var] |= by_type[_shape_and_dtype(var)]
     return bits
 
 
-def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Hashable, int]:
+def _merge_by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Hashable, int]:
     bits_by_type: dict[Hashable, int] = defaultdict(int)
     for atom in atoms:
         if isinstance(atom, Var):
-            bits_by_type[_type(atom)] |= bits.get(atom, 0)
+            bits_by_type[_shape_and_dtype(atom)] |= bits.get(atom, 0)
     return bits_by_type
 
 
-def _type(var: Var) -> Hashable:
+def _shape_and_dtype(var: Var) -> Hashable:
     return aval(var).shape, aval(var).dtype
 
 
@@ -155,7 +155,7 @@ def check_meshes(instructions: Sequence[Instruction]) -> None:
     """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, RunProgram)):
         placement_devices = run.placement.devices
-        for name, mesh in _meshes(run.jaxpr.jaxpr):
+        for name, mesh in _find_meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)
             if devices != placement_devices:
                 raise ValueError(
@@ -165,7 +165,7 @@ def check_meshes(instructions: Sequence[Instruction]) -> None:
                 )
 
 
-def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
+def _find_meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
     for eqn in equations_in(jaxpr):
         params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set in the calling context
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):

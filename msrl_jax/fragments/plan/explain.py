@@ -58,11 +58,11 @@ def explain(
     if in_loop:
         launched = {i: per_iteration(counts) for i, counts in launched.items()}
     programs = tuple(
-        _program(i, times, compiled[i], reports[i], launched[i]) for i, times in steps if isinstance(i, RunProgram)
+        _program_plan(i, times, compiled[i], reports[i], launched[i]) for i, times in steps if isinstance(i, RunProgram)
     )
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
-    crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
-    loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
+    crossings = tuple(c for i, times in moves for c in _find_crossings(i, shardings, times))
+    loops = tuple(_loop_plan(i, times) for i, times in steps if isinstance(i, Loop))
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
     placements = {p.name: device_names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
@@ -100,11 +100,11 @@ def explain(
         tuple(warnings),
         host_calls,
         _lower_bounds(layout, programs, fragments),
-        tuple(_registers(registers, layout.staleness)),
+        tuple(_register_plans(registers, layout.staleness)),
     )
 
 
-def _registers(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
+def _register_plans(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
     for leaf, values in registers.items():
         placements = dict.fromkeys(v.placement.name for v in values)
         for name in placements:
@@ -122,7 +122,7 @@ def _lower_bounds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Se
     return lower_bounds
 
 
-def _program(
+def _program_plan(
     run: RunProgram, times: int, compiled: jax.stages.Compiled, report: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
@@ -140,7 +140,7 @@ def _program(
     )
 
 
-def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
+def _find_crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
     """Yields the values that a Move carries; the arrays of one packed value are one entry."""
     values: dict[object, list[Value]] = {}
     for result in move.results:
@@ -164,7 +164,7 @@ def _bytes_received(value: Value, sharding: NamedSharding) -> int:
     return math.prod(sharding.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(sharding.device_set)
 
 
-def _loop(loop: Loop, times: int) -> LoopPlan:
+def _loop_plan(loop: Loop, times: int) -> LoopPlan:
     inner = list(walk(loop.body, times * loop.length))
     names = dict.fromkeys(f for i, _ in inner if isinstance(i, RunProgram) for f in i.fragments)
     return LoopPlan(
@@ -306,7 +306,7 @@ def warn_of_idle(placed: PlacedPolicy) -> str | None:
     names, stay = ", ".join(device_names(placed.idle)), "stay" if idle > 1 else "stays"
     fact = f"{idle} of {total} devices {stay} idle ({names}): {placed.layout.policy} uses {total - idle}{envs}"
     try:
-        ways = [*_sizes(placed), *_parameters(placed)]
+        ways = [*_sizes_without_idle(placed), *_parameters_without_idle(placed)]
     except Exception as error:
         return f"{fact}. Other numbers were not tried: {placed.layout.policy} raises {error!r}; raise ValueError to reject one"
     return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
@@ -317,7 +317,7 @@ def _num_envs(placed: PlacedPolicy) -> int:
     return placed.sizes["env"] if len({size for _, size in placed.leaves.get("env", ())}) == 1 else 0
 
 
-def _sizes(placed: PlacedPolicy) -> Iterator[str]:
+def _sizes_without_idle(placed: PlacedPolicy) -> Iterator[str]:
     """Yields the nearest numbers of environments, below and above, that leave no device idle."""
     now = _num_envs(placed)
     reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
@@ -326,7 +326,7 @@ def _sizes(placed: PlacedPolicy) -> Iterator[str]:
         yield from _first_without_idle(numbers, with_envs, "num_envs={}")
 
 
-def _parameters(placed: PlacedPolicy) -> list[str]:
+def _parameters_without_idle(placed: PlacedPolicy) -> list[str]:
     """Yields the policy with one number of devices changed; if no change helps, also with its other optional numbers set to
     None.
     """

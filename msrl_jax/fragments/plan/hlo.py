@@ -103,15 +103,15 @@ class Module:
         if match := _TRIPS.search(loop.arguments):
             return int(match[1])
         condition, body = loop.loop or ("", "")
-        counts = re.fullmatch(r"entry (\d+) < (\d+)", self._value(condition, self.root(condition)))
+        counts = re.fullmatch(r"entry (\d+) < (\d+)", self._evaluate(condition, self.root(condition)))
         if not counts:
             return None
         number = int(counts[1])
-        from_zero = self._value(enclosing, loop.operands[0], number) == "0"
-        by_one = self._value(body, self.root(body), number) == f"entry {number} + 1"
+        from_zero = self._evaluate(enclosing, loop.operands[0], number) == "0"
+        by_one = self._evaluate(body, self.root(body), number) == f"entry {number} + 1"
         return int(counts[2]) if from_zero and by_one else None
 
-    def _value(self, computation: str, name: str, number: int | None = None) -> str:
+    def _evaluate(self, computation: str, name: str, number: int | None = None) -> str:
         """Returns a value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has
         none.
         """
@@ -120,15 +120,15 @@ class Module:
             return ""
         kind, operands = instruction.kind, instruction.operands
         if kind in _COPIES:
-            return self._value(computation, operands[0], number)
+            return self._evaluate(computation, operands[0], number)
         if kind == "tuple" and number is not None:
-            return self._value(computation, operands[number]) if number < len(operands) else ""
+            return self._evaluate(computation, operands[number]) if number < len(operands) else ""
         if kind == "constant":
             return instruction.arguments.split(")", 1)[0]
-        if kind == "get-tuple-element" and self._value(computation, operands[0]) == "parameter":
+        if kind == "get-tuple-element" and self._evaluate(computation, operands[0]) == "parameter":
             return f"entry {instruction.arguments.rpartition('index=')[2].partition(',')[0]}"
         if kind == "add" or (kind == "compare" and "direction=LT" in instruction.arguments):
-            return {"add": " + ", "compare": " < "}[kind].join(self._value(computation, x) for x in operands)
+            return {"add": " + ", "compare": " < "}[kind].join(self._evaluate(computation, x) for x in operands)
         return kind
 
 
@@ -139,10 +139,10 @@ def module_of(compiled: jax.stages.Compiled) -> Module:
 
 def nbytes_of(shape: str) -> int:
     """Returns the bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
-    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
+    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _element_bytes(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
-def _width(dtype: str) -> int:
+def _element_bytes(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1  # pred
 
@@ -176,7 +176,7 @@ def collectives(module: Module) -> CollectiveReport:
             if kind in COLLECTIVES:
                 lengths_known &= sure
                 parsed_lines.add(instruction.line)
-                shape = _result(instruction.shape) if kind not in (instruction.kind, "all-reduce") else instruction.shape
+                shape = _result_shape(instruction.shape) if kind not in (instruction.kind, "all-reduce") else instruction.shape
                 yield Collective(kind, nbytes_of(shape), times, instruction.source or "")
             if instruction.loop:
                 trips = module.trip_count(instruction, name)
@@ -193,7 +193,7 @@ def collectives(module: Module) -> CollectiveReport:
     return CollectiveReport(results, lengths_known, bool(module.instructions(module.entry)) and mentioned <= parsed_lines)
 
 
-def _result(shape: str) -> str:
+def _result_shape(shape: str) -> str:
     """Returns the result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape

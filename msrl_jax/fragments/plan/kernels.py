@@ -167,7 +167,7 @@ def _traffic_of_one(instruction: HloInstruction, body: Mapping[str, HloInstructi
 def _bytes_read(name: str, body: Mapping[str, HloInstruction]) -> int:
     """Returns the bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
     total = 0
-    for user, place in _uses(name, body):
+    for user, place in _find_uses(name, body):
         if user.kind in _SLICES and place == 0:
             total += nbytes_of(user.shape)
         elif user.kind != "dynamic-update-slice" or place != 0:
@@ -175,11 +175,11 @@ def _bytes_read(name: str, body: Mapping[str, HloInstruction]) -> int:
     return min(total, nbytes_of(body[name].shape))
 
 
-def _uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloInstruction, int]]:
+def _find_uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloInstruction, int]]:
     for other, user in body.items():
         for place, operand in enumerate(user.operands):
             if operand == name and user.kind == "bitcast":
-                yield from _uses(other, body)
+                yield from _find_uses(other, body)
             elif operand == name:
                 yield user, place
 

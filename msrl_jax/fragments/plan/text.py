@@ -13,15 +13,15 @@ Crossing: TypeAlias = Any
 
 def size(nbytes: int) -> str:
     """Returns a readable number of bytes, such as `1.5 KiB`."""
-    return _readable(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
+    return _with_unit(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def count(number: int) -> str:
     """Returns a readable number, such as `1.5M`."""
-    return _readable(number, 1000, ("", "k", "M", "G", "T"))
+    return _with_unit(number, 1000, ("", "k", "M", "G", "T"))
 
 
-def _readable(number: int, step: int, units: Sequence[str]) -> str:
+def _with_unit(number: int, step: int, units: Sequence[str]) -> str:
     last_unit = len(units) - 1
     power = next((k for k in range(last_unit) if number / step**k < step), last_unit)
     return f"{number / step**power:.{min(power, 1)}f}{units[power]}"

@@ -132,7 +132,7 @@ def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     host = tuple(min(n, limit) for n, limit in zip(sizes, _CHIPS_PER_HOST, strict=True))
     name = "x".join(map(str, sizes))
     try:
-        with _environment(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"):
+        with _set_environment(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"):
             devices = topologies.get_topology_desc(f"{kind}:{name}", "tpu", chips_per_host_bounds=host).devices
     except (RuntimeError, NotImplementedError) as error:
         if "not installed" in str(error) or "libtpu" in str(error):
@@ -168,7 +168,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _set_environment(**variables: str) -> Iterator[None]:
     """Temporarily sets variables that are not set: otherwise libtpu would query the cloud for them, or complain."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})

@@ -84,7 +84,7 @@ def _compile_once(
 ) -> tuple[jax.stages.Compiled, bool]:
     """Compiles a program; returns whether it donates every input that it could."""
     arguments, first = _arguments(run), 1 if run.index else 0
-    donate = [first + k for k in _reusable(run, shardings, out)]
+    donate = [first + k for k in _reusable_inputs(run, shardings, out)]
     donate += [first + len(run.inputs) + k for k in range(len(run.writes))]
     key = (program_key(run.jaxpr), len(run.outputs), run.rows, bool(run.index))
     request = Request(key, body(run), [argument(v, shardings[v]) for v in arguments], donate, out)
@@ -99,7 +99,7 @@ def _compile_once(
         return executables.compile(replace(request, donate=closed)), False
 
 
-def _reusable(run: RunProgram, shardings: Shardings, out: Sequence[NamedSharding | None]) -> Iterator[int]:
+def _reusable_inputs(run: RunProgram, shardings: Shardings, out: Sequence[NamedSharding | None]) -> Iterator[int]:
     """Yields the donated inputs for which there is a result of the same size on each device."""
     available = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(run.outputs, out, strict=False)]
     open_choice = None in out

@@ -58,17 +58,18 @@ def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) ->
         (d, part)
         for d, block in target.items()
         for source_block in distinct
-        if (part := _common(source_block, block)) is not None
+        if (part := _intersection(source_block, block)) is not None
     ]
     # For each part, the devices that have it, and whether they received it.
     holders = {
-        part: {d: False for d, source_block in source.items() if _common(source_block, part) == part} for _, part in demands
+        part: {d: False for d, source_block in source.items() if _intersection(source_block, part) == part}
+        for _, part in demands
     }
     local_demands = [(d, part) for d, part in demands if d in holders[part]]
     rounds: list[list[Hop]] = []
     for pending in (local_demands, [(d, part) for d, part in demands if d not in holders[part]]):
         while pending:
-            hops = _round(pending, holders)
+            hops = _first_round(pending, holders)
             for hop in hops:
                 holders[hop.part].setdefault(hop.receiver, True)
                 pending.remove((hop.receiver, hop.part))
@@ -76,7 +77,7 @@ def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) ->
     return rounds
 
 
-def _round(pending: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapping[Device, bool]]) -> list[Hop]:
+def _first_round(pending: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapping[Device, bool]]) -> list[Hop]:
     """Returns the first hops that fit into one round, among those that bring parts to the devices that need them."""
     size = _size(pending[0][1])
     senders: set[Device] = set()
@@ -96,7 +97,7 @@ def _round(pending: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapp
     return hops
 
 
-def _common(a: Block, b: Block) -> Block | None:
+def _intersection(a: Block, b: Block) -> Block | None:
     """Returns the intersection of two blocks; None if it is empty."""
     part = tuple((max(low, low_b), min(high, high_b)) for (low, high), (low_b, high_b) in zip(a, b, strict=True))
     return part if all(low < high for low, high in part) else None
@@ -128,7 +129,7 @@ class _Leg:
     receives: tuple[bool, ...]  # whether the device receives a part. `[N]`
 
 
-def _legs(
+def _plan_legs(
     rounds: Sequence[Sequence[Hop]], group: Sequence[Device], source: Mapping[Device, Block], target: Mapping[Device, Block]
 ) -> list[_Leg]:
     position = {d: k for k, d in enumerate(group)}
@@ -157,7 +158,7 @@ def _entry_of(table: Sequence[Any], me: jax.Array) -> Any:
     return table[0] if len(set(table)) == 1 else jnp.asarray(table)[me]
 
 
-def _send(legs: Sequence[_Leg], sources: Sequence[jax.Array], targets: Sequence[jax.Array]) -> list[jax.Array]:
+def _execute_leg(legs: Sequence[_Leg], sources: Sequence[jax.Array], targets: Sequence[jax.Array]) -> list[jax.Array]:
     """Executes one leg of arrays that are sent together; returns the next `targets`."""
     me = jax.lax.axis_index(_AXIS)
     parts = []
@@ -197,9 +198,9 @@ class _CollectiveProgram:
         targets: Sequence[Mapping[Device, Block]],
     ):
         self._group = group
-        self._sharding = _split(group)
+        self._sharding = _split_sharding(group)
         before, after = ([_size(next(iter(blocks.values()))) for blocks in side] for side in (sources, targets))
-        legs = [_legs(rounds, group, s, t) for rounds, s, t in zip(plans, sources, targets, strict=True)]
+        legs = [_plan_legs(rounds, group, s, t) for rounds, s, t in zip(plans, sources, targets, strict=True)]
         groups: dict[Hashable, list[int]] = {}
         for i, (line, size, dtype) in enumerate(zip(legs, before, dtypes, strict=True)):
             small = math.prod(size) * dtype.itemsize <= _SMALL
@@ -209,27 +210,27 @@ class _CollectiveProgram:
             outputs = [jnp.zeros(size, dtype) for size, dtype in zip(after, dtypes, strict=True)]
             for numbers in groups.values():
                 for line in zip(*(legs[i] for i in numbers), strict=True):
-                    results = _send(line, [arrays[i] for i in numbers], [outputs[i] for i in numbers])
+                    results = _execute_leg(line, [arrays[i] for i in numbers], [outputs[i] for i in numbers])
                     for i, x in zip(numbers, results, strict=True):
                         outputs[i] = x
             return tuple(outputs)
 
         spec = self._sharding.spec
         mapped = jax.shard_map(cross, mesh=self._sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        self._shapes = [_joined(size, len(group)) for size in before]
+        self._shapes = [_joined_shape(size, len(group)) for size in before]
         args = [jax.ShapeDtypeStruct(*kind, sharding=self._sharding) for kind in zip(self._shapes, dtypes, strict=True)]
         self._run = jax.jit(mapped).lower(*args).compile()
         # Devices that have nothing at the start participate with memory that no device reads.
         idle = [d for d in group if d not in sources[0] and d.process_index == jax.process_index()]
         self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
         if idle:
-            kinds = [(_joined(size, len(idle)), dtype) for size, dtype in zip(before, dtypes, strict=True)]
+            kinds = [(_joined_shape(size, len(idle)), dtype) for size, dtype in zip(before, dtypes, strict=True)]
             empty = functools.partial(_empty, kinds)
-            self._fill = jax.jit(empty, out_shardings=[_split(idle)] * len(kinds)).lower().compile()
+            self._fill = jax.jit(empty, out_shardings=[_split_sharding(idle)] * len(kinds)).lower().compile()
 
     def __call__(self, shards: Sequence[Mapping[Device, jax.Array]]) -> list[dict[Device, jax.Array]]:
         """Maps the blocks of the devices of this process before the crossing to those after it."""
-        fill = [_shards(x) for x in self._fill()] or [{}] * len(shards)
+        fill = [_shards_by_device(x) for x in self._fill()] or [{}] * len(shards)
         args = []
         for shape, local_shards, fillers in zip(self._shapes, shards, fill, strict=True):
             parts = [x for d in self._group if (x := local_shards.get(d, fillers.get(d))) is not None]
@@ -237,23 +238,23 @@ class _CollectiveProgram:
         results = self._run(*args)
         if self._group[0].platform == "cpu":
             jax.block_until_ready(results)
-        return [_shards(x) for x in results]
+        return [_shards_by_device(x) for x in results]
 
 
 def _empty(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
     return [jax.lax.empty(*kind) for kind in kinds]
 
 
-def _split(devices: Sequence[Device]) -> NamedSharding:
+def _split_sharding(devices: Sequence[Device]) -> NamedSharding:
     return NamedSharding(Mesh(np.asarray(devices, dtype=object), (_AXIS,)), PartitionSpec(_AXIS))
 
 
-def _joined(size: Sequence[int], count: int) -> tuple[int, ...]:
+def _joined_shape(size: Sequence[int], count: int) -> tuple[int, ...]:
     """Returns the shape of an array whose blocks on `count` devices have the shape `size`."""
     return count * size[0], *size[1:]
 
 
-def _shards(x: jax.Array) -> dict[Device, jax.Array]:
+def _shards_by_device(x: jax.Array) -> dict[Device, jax.Array]:
     return {shard.device: shard.data for shard in x.addressable_shards}
 
 
@@ -298,7 +299,7 @@ class MeshCrossing:
         if self._odd:
             for i, x in zip(self._odd, self._pack([nonempty[i] for i in self._odd]), strict=True):
                 nonempty[i] = x
-        source_shards = [_shards(x) for x in nonempty]
+        source_shards = [_shards_by_device(x) for x in nonempty]
         target_shards: list[dict[Device, jax.Array]] = [{} for _ in source_shards]
         for program in self._programs:
             for shards, new_shards in zip(target_shards, program(source_shards), strict=True):

@@ -73,7 +73,7 @@ class Executor:
         self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
         constants = transfer(list(schedule.constants.values()), [executables.shardings[v] for v in schedule.constants])
         self._constants = [(v.index, array) for v, array in zip(schedule.constants, constants, strict=True)]
-        self._steps = [self._step(i) for i in schedule.body]
+        self._steps = [self._wrapped_step(i) for i in schedule.body]
 
     def __call__(
         self, state: Sequence[tuple[jax.Array, ...]]
@@ -101,48 +101,50 @@ class Executor:
         measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
         return after, [slots[v.index] for v in self._schedule.metrics], measured
 
-    def _step(self, i: Instruction) -> Step:
+    def _wrapped_step(self, i: Instruction) -> Step:
         return self._wrap_step(i, self._make_step(i))
 
     def _make_step(self, i: Instruction) -> Step:
         match i:
             case HostCall():
-                return self._host_call(i)
+                return self._host_call_step(i)
             case RunProgram():
-                return self._run(i)
+                return self._run_step(i)
             case Move():
-                return self._move(i)
+                return self._move_step(i)
             case Alloc():
-                return self._call(i, [], i.results)
+                return self._call_step(i, [], i.results)
             case Free():
                 nothing = [None] * len(i.values)
-                return _step(lambda: nothing, [], _slots(i.values))
+                return _slot_step(lambda: nothing, [], _slot_indices(i.values))
             case Loop():
-                return self._loop(i)
+                return self._loop_step(i)
 
-    def _run(self, i: RunProgram) -> Step:
+    def _run_step(self, i: RunProgram) -> Step:
         first, count = int(i.index is not None), len(i.inputs)
         consumed = [first + k for k in (*i.donated, *range(count, count + len(i.writes)))]
-        return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes(), consumed)
+        return self._call_step(i, [*([i.index] if i.index else []), *i.reads()], i.makes(), consumed)
 
-    def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value], consumed: Sequence[int] = ()) -> Step:
-        return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
+    def _call_step(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value], consumed: Sequence[int] = ()) -> Step:
+        return self._queued_step(
+            self._program_call(self._executables.compiled[i], makes), _slot_indices(reads), _slot_indices(makes), consumed
+        )
 
-    def _assigned(self, call: ExecutableCall, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
+    def _queued_step(self, call: ExecutableCall, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
         """Calls a function with slots, and stores its results in others; waits if arguments wait for the host."""
         queue, count = self._queue, len(outs)
         if queue is None:
-            return _step(call, ins, outs)
-        return _step(lambda *args: queue.call(call, args, consumed, count), ins, outs)
+            return _slot_step(call, ins, outs)
+        return _slot_step(lambda *args: queue.call(call, args, consumed, count), ins, outs)
 
-    def _host_call(self, i: HostCall) -> Step:
+    def _host_call_step(self, i: HostCall) -> Step:
         queue, count = self._queue, len(i.outputs)
         assert queue is not None
         place = self._wrap_call(self._executables.call(self._executables.compiled[i]), "transfer")
-        ins, outs = _slots(i.inputs), _slots(i.outputs)
-        return _step(lambda *args: queue.start(i.function, lambda results: place(*results), args, count), ins, outs)
+        ins, outs = _slot_indices(i.inputs), _slot_indices(i.outputs)
+        return _slot_step(lambda *args: queue.start(i.function, lambda results: place(*results), args, count), ins, outs)
 
-    def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> ExecutableCall:
+    def _program_call(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> ExecutableCall:
         """Returns the function that runs a program, throttled to the pace of its devices."""
         call = self._wrap_call(self._executables.call(compiled), "program")
         mesh = makes[0].placement.mesh if makes else None
@@ -162,45 +164,47 @@ class Executor:
 
         return paced
 
-    def _move(self, i: Move) -> Step:
+    def _move_step(self, i: Move) -> Step:
         if i.is_copy:
-            return self._call(i, i.sources, i.results)
-        ins, outs = _slots(i.sources), _slots(i.results)
+            return self._call_step(i, i.sources, i.results)
+        ins, outs = _slot_indices(i.sources), _slot_indices(i.results)
         if patching := self._executables.patching.get(i):
-            return self._assigned(self._sender(i, patching), ins, outs)
+            return self._queued_step(self._make_sender(i, patching), ins, outs)
         if len(i.processes) > 1:
-            return self._assigned(self._cross(i), ins, outs)
+            return self._queued_step(self._crossing_call(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             remote_arrays = [remote(v.aval, sharding) for v, sharding in zip(i.results, shardings, strict=True)]
-            return _step(lambda: remote_arrays, [], outs)
+            return _slot_step(lambda: remote_arrays, [], outs)
         if coalesced := self._executables.coalesced.get(i):
             order = (*coalesced.separate, *coalesced.joined)
-            return self._assigned(self._send_coalesced(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
-        place, copied = self._transfer(i), self._executables.compiled.get(i)
-        copy = self._program(copied, i.results) if copied else None
+            return self._queued_step(self._coalesced_call(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
+        place, copied = self._transfer_call(i), self._executables.compiled.get(i)
+        copy = self._program_call(copied, i.results) if copied else None
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
             arrived = place(arrays, shardings)
             return copy(*arrived) if copy else arrived
 
-        return self._assigned(send, ins, outs)
+        return self._queued_step(send, ins, outs)
 
-    def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
+    def _transfer_call(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._wrap_call(_place_one_copy if to_one else _place, "transfer")
 
-    def _sender(self, i: Move, patching: DeltaTransfer) -> DeltaSender:
-        source_programs = [self._program(p, i.sources) for p in (patching.join, patching.compare)]
-        destination_programs = [self._program(p, i.results) for p in (patching.split, patching.patch)]
+    def _make_sender(self, i: Move, patching: DeltaTransfer) -> DeltaSender:
+        source_programs = [self._program_call(p, i.sources) for p in (patching.join, patching.compare)]
+        destination_programs = [self._program_call(p, i.results) for p in (patching.split, patching.patch)]
         wait = self._wrap_call(lambda array: jax.block_until_ready(array), "wait")
         stats = self._delta_stats.setdefault(i, DeltaStats(patching.words))
-        self.senders.append(DeltaSender(patching, [*source_programs, *destination_programs], self._transfer(i), wait, stats))
+        self.senders.append(
+            DeltaSender(patching, [*source_programs, *destination_programs], self._transfer_call(i), wait, stats)
+        )
         return self.senders[-1]
 
-    def _send_coalesced(self, i: Move, coalesced: Coalesced) -> ExecutableCall:
-        place, num_separate = self._transfer(i), len(coalesced.separate)
-        join, split = self._program(coalesced.join, i.sources), self._program(coalesced.split, i.results)
+    def _coalesced_call(self, i: Move, coalesced: Coalesced) -> ExecutableCall:
+        place, num_separate = self._transfer_call(i), len(coalesced.separate)
+        join, split = self._program_call(coalesced.join, i.sources), self._program_call(coalesced.split, i.results)
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
             arrived = place([*arrays[:num_separate], *join(*arrays[num_separate:])], coalesced.shardings)
@@ -208,7 +212,7 @@ class Executor:
 
         return send
 
-    def _cross(self, i: Move) -> ExecutableCall:
+    def _crossing_call(self, i: Move) -> ExecutableCall:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
@@ -216,8 +220,8 @@ class Executor:
         self._executables.seconds += time.perf_counter() - start
         return lambda *arrays: cross(arrays)
 
-    def _loop(self, i: Loop) -> Step:
-        steps = [self._step(b) for b in i.body]
+    def _loop_step(self, i: Loop) -> Step:
+        steps = [self._wrapped_step(b) for b in i.body]
         rows = [(v.index, self._row_numbers(v, i.length)) for v in i.indices]
         enters = [c.body_in.index for c in i.carry]
         leaves = [c.body_out.index for c in i.carry]
@@ -256,11 +260,11 @@ class Executor:
         return numbers
 
 
-def _slots(values: Sequence[Value]) -> list[int]:
+def _slot_indices(values: Sequence[Value]) -> list[int]:
     return [v.index for v in values]
 
 
-def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
+def _slot_step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
     """Calls a function with slots, and stores its results in others."""
 
     def step(slots: Slots) -> None:

@@ -61,7 +61,7 @@ class HostQueue:
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
-        return self._wait(task, count)
+        return self._enqueue(task, count)
 
     def start(
         self,
@@ -79,7 +79,7 @@ class HostQueue:
         finish = function.start(*map(resolved, args))
         if not function.can_start:
             return place(finish())
-        return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
+        return self._enqueue(_Task(lambda: place(finish()), is_host_call=True), count)
 
     def drain(self) -> None:
         """Finishes all waiting tasks."""
@@ -90,7 +90,7 @@ class HostQueue:
         """Drops all waiting tasks, after an error."""
         self._waiting.clear()
 
-    def _wait(self, task: _Task, count: int) -> list[HostFuture]:
+    def _enqueue(self, task: _Task, count: int) -> list[HostFuture]:
         self._waiting.append(task)
         return [HostFuture(task, k) for k in range(count)]
 

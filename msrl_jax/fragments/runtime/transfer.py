@@ -101,13 +101,13 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     spread = [
         i for i, x in enumerate(readable) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)
     ]
-    results = dict(zip(spread, _gather([readable[i] for i in spread]), strict=True)) if spread else {}
+    results = dict(zip(spread, _gather_on_hosts([readable[i] for i in spread]), strict=True)) if spread else {}
     local_arrays = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(readable) if i not in results}
     results |= jax.device_get(local_arrays)
     return [results[i] for i in range(len(readable))]
 
 
-def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
+def _gather_on_hosts(arrays: Sequence[jax.Array]) -> list[Any]:
     """Sends global arrays to every host: each process sends the blocks of which its device has the first copy."""
     me = jax.process_index()
     blocks_by_process: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}

@@ -77,7 +77,7 @@ def _parse_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
 
 _PAIR = re.compile(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", re.DOTALL)
 OWN_CALL = re.compile(r"(?P<path>[^\W\d][\w.]*:[^\W\d]\w*)(?P<arguments>\(.*\))?", re.DOTALL)
-"""`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: an object of one's own."""
+"""`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: a custom object."""
 _CALL = re.compile(r"([^\W\d]\w*)\((.*)\)", re.DOTALL)
 _WORD = re.compile(
     r"\d\w*|[^\W\d][\w.]*:[^\W\d]\w*\(.*\)|[^\W\d][\w./]*(?::[\w./+=-]+)+|(?=.*[*?|[])[\w*?][\w.*?|!\[\] -]*", re.DOTALL

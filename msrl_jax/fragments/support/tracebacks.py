@@ -68,11 +68,11 @@ def _shows_all() -> bool:
     return str(mode).lower() == "off"
 
 
-def _package(traceback: types.TracebackType) -> str:
+def _package_of(traceback: types.TracebackType) -> str:
     return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def _frames(error: BaseException) -> list[types.TracebackType]:
+def _frames_of(error: BaseException) -> list[types.TracebackType]:
     frames, traceback = [], error.__traceback__
     while traceback is not None:
         frames.append(traceback)
@@ -81,8 +81,8 @@ def _frames(error: BaseException) -> list[types.TracebackType]:
 
 
 def _is_of_user(error: Exception) -> bool:
-    last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
-    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
+    last = [frame for frame in _frames_of(error) if _package_of(frame) not in _JAX][-1]
+    if _package_of(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
         return True
     return not isinstance(error, AssertionError) and operation(last) == "RAISE_VARARGS"
 
@@ -98,8 +98,8 @@ def _remove_frames(error: BaseException | None) -> None:
     while error is not None and id(error) not in visited:
         visited.add(id(error))
         traceback = None
-        for frame in reversed(_frames(error)):
-            if _package(frame) not in _HIDDEN:
+        for frame in reversed(_frames_of(error)):
+            if _package_of(frame) not in _HIDDEN:
                 traceback = types.TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         error.__traceback__ = traceback
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
