@@ -156,7 +156,9 @@ def replace_jaxprs(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn
     return new.replace(effects=eqn.effects - (_effects(sub_jaxprs(eqn)) - _effects(sub_jaxprs(new))))
 
 
-def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
+def rewrite_equations(
+    closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]
+) -> ClosedJaxpr:
     """Returns a program with other equations, without the effects that only former ones had; `closed` itself if none changes.
 
     `rule(eqn, rewrite)` returns the equations that replace `eqn`. It calls `rewrite` on the jaxprs that `eqn` holds.
@@ -179,7 +181,7 @@ def _effects(parts: Iterable[Jaxpr | JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(part.effects for part in parts))
 
 
-def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
+def inline_function(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
     """Returns the equations of a function of an equation's operands, to replace it; they keep its source location."""
     closed = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, eqn.invars)])
     assert not closed.consts, "the function captures arrays"
@@ -207,7 +209,7 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
 
-def fresh(var: Var) -> Var:
+def new_var(var: Var) -> Var:
     """Returns a new variable of the same type."""
     return Var(var.aval)
 

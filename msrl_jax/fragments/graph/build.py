@@ -16,8 +16,8 @@ from msrl_jax._compat import (
     call_body,
     cond_p,
     drop_unused,
-    fresh,
     is_reference,
+    new_var,
     scan_p,
     scan_parts,
     sub_jaxprs,
@@ -38,7 +38,7 @@ def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)
     consts = [builder.add_constant(c) for c in closed.consts]
-    state = [fresh(v) for v in jaxpr.invars]
+    state = [new_var(v) for v in jaxpr.invars]
     builder.labels.update(zip(state, labels, strict=True))
     nodes: list[Node] = []
     outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
@@ -46,7 +46,7 @@ def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes
     return Graph(region, builder.constants, builder.labels, list(axes))
 
 
-def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
+def append_inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
     """Appends code without fragments and captured arrays as nodes at a placement; returns its results."""
     assert not closed.consts, "the code captures arrays"
     builder = _Builder(Layout({}))
@@ -110,7 +110,7 @@ class _Builder:
                         zip(eqn.outvars, self.inline(body.jaxpr, [*constants, *ins], body_home, out, body_role), strict=True)
                     )
                     continue
-            outs = [fresh(v) for v in eqn.outvars]
+            outs = [new_var(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             placed = eqn.replace(invars=ins, outvars=outs)
             names = tuple(dict.fromkeys(name for name, _ in marks))
@@ -131,7 +131,7 @@ class _Builder:
             raise ValueError(_span_error(eqn, placements))
         closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
         jaxpr = drop_unused(closed.jaxpr)
-        args = [fresh(v) for v in jaxpr.invars]
+        args = [new_var(v) for v in jaxpr.invars]
         constants = [self.add_constant(c) for c in closed.consts]
         outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
         self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})

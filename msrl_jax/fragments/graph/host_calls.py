@@ -27,7 +27,7 @@ from msrl_jax._compat import (
     jaxpr_as_fun,
     make_jaxpr_of,
 )
-from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
+from msrl_jax.fragments.graph.marker import add_scope, as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of
 from msrl_jax.fragments.placement import HOST
 from msrl_jax.fragments.support.checks import shown
 
@@ -144,7 +144,7 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
             if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
                 where = jax.tree_util.keystr(path)
                 raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
-        scoped_name = scoped(title)
+        scoped_name = add_scope(title)
         function = HostFunction(scoped_name, fn, arguments, tree, paths, kinds)
         body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
         body = as_inputs(body, scoped_name, paths)

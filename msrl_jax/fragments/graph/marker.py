@@ -156,7 +156,7 @@ def fragment_scope(scope: str) -> Iterator[None]:
         _scope.reset(token)
 
 
-def scoped(name: str) -> str:
+def add_scope(name: str) -> str:
     """Returns the name of a fragment, with the current scope."""
     return f"{name}/{_scope.get()}" if _scope.get() else name
 
@@ -237,7 +237,7 @@ def _mark(
                 _leaves_by_path(array_arguments),
                 _leaves_by_path(array_arguments),
             )  # twice: some types create leaves on access
-            with jax.named_scope(scoped(name)):  # lets profilers and plans find the fragment of an operation
+            with jax.named_scope(add_scope(name)):  # lets profilers and plans find the fragment of an operation
                 result = fn(*args, **kwargs)
             _check_not_changed(name, before, before_again, _leaves_by_path(array_arguments), result)
             return result
@@ -247,7 +247,7 @@ def _mark(
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
-        title = scoped(name)
+        title = add_scope(name)
         body = as_inputs(closed, title, paths_of(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -22,10 +22,10 @@ from msrl_jax._compat import (
     ShapedArray,
     aval,
     equations_in,
-    inlined_at,
+    inline_function,
     jaxpr_as_fun,
     replace_jaxprs,
-    rewritten,
+    rewrite_equations,
     scan_p,
     scan_parts,
 )
@@ -44,9 +44,9 @@ def is_single_accelerator(placement: Placement) -> bool:
     return placement.mesh.size == 1 and placement.devices[0].platform != "cpu"
 
 
-def compacted(closed: ClosedJaxpr) -> ClosedJaxpr:
+def combine_small_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose loops combine their small arrays; `closed` itself if no loop has at least three."""
-    return rewritten(closed, lambda eqn, rewrite: _with_fewer_arrays(replace_jaxprs(eqn, rewrite)))
+    return rewrite_equations(closed, lambda eqn, rewrite: _with_fewer_arrays(replace_jaxprs(eqn, rewrite)))
 
 
 def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
@@ -64,7 +64,7 @@ def _with_fewer_arrays(eqn: JaxprEqn) -> list[JaxprEqn]:
     steps = _choose_unroll(scan, eqn.params.get("unroll", 1))
     if not carry.small and not rows.small and steps == 1:
         return [eqn]
-    return inlined_at(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
+    return inline_function(eqn, lambda *operands: _loop(scan, carry, rows, steps, operands))
 
 
 class SmallArrayPacker:

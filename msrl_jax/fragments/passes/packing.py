@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
+from msrl_jax._compat import Atom, Literal, Var, aval, is_dropped, new_var
 from msrl_jax.fragments.codecs import Codec, get
-from msrl_jax.fragments.graph.build import inlined
+from msrl_jax.fragments.graph.build import append_inlined
 from msrl_jax.fragments.graph.nodes import Check, CheckScalars, Graph, Node, Packed, Region
 from msrl_jax.fragments.passes.placing import Partition
 from msrl_jax.fragments.placement import Edge, Layout, Placement
@@ -106,7 +106,7 @@ class _Packer:
         """Appends a function as nodes at a placement; returns its result variables and their tree."""
         kinds = [jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in args]
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*kinds)
-        outs = inlined(closed, args, placement, self.nodes)
+        outs = append_inlined(closed, args, placement, self.nodes)
         self.graph.labels.update(dict.fromkeys(outs, label))
         return outs, jax.tree.structure(shape)
 
@@ -127,7 +127,7 @@ class _Packer:
         for row, stacked in list(zip(region.results, stacks, strict=True)):
             for (var, placement), unpacked in decoded.items():
                 if var is row and not is_dropped(stacked):
-                    self.decoded[stacked, placement] = fresh(stacked)
+                    self.decoded[stacked, placement] = new_var(stacked)
                     self.graph.labels[self.decoded[stacked, placement]] = self.graph.labels.get(stacked, "")
                     region.results.append(unpacked)
                     outvars.append(self.decoded[stacked, placement])
@@ -141,8 +141,8 @@ class _Packer:
         assert source is not None
         results: list[Var] = []
         for start, fold, now in zip(starts, folds, scalars, strict=True):
-            body_in, result = fresh(now), fresh(now)
-            (body_out,) = inlined(jax.make_jaxpr(fold)(start, start), [body_in, now], source, region.nodes)
+            body_in, result = new_var(now), new_var(now)
+            (body_out,) = append_inlined(jax.make_jaxpr(fold)(start, start), [body_in, now], source, region.nodes)
             position = len(region.carry)
             region.carry.append(body_in)
             region.next_carry.append(body_out)

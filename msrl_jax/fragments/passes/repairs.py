@@ -43,10 +43,10 @@ from msrl_jax._compat import (
     Var,
     aval,
     call_body,
-    inlined_at,
+    inline_function,
     jaxpr_as_fun,
     replace_jaxprs,
-    rewritten,
+    rewrite_equations,
     scan_p,
     scan_parts,
     sub_jaxprs,
@@ -82,10 +82,10 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             compute = repair or partial(eqn.primitive.bind, **eqn.params)
             repair = lambda *xs: jax.lax.optimization_barrier(compute(*xs))
         if repair is not None:
-            return inlined_at(eqn, repair)
+            return inline_function(eqn, repair)
         return [eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, rewrite)]
 
-    return rewritten(closed, repair_equation)
+    return rewrite_equations(closed, repair_equation)
 
 
 def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:

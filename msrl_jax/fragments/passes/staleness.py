@@ -1,6 +1,6 @@
 """Staleness: delays values from the learner with registers, so that actors and buffers do not wait for it."""
 
-from msrl_jax._compat import Atom, Var, fresh
+from msrl_jax._compat import Atom, Var, new_var
 from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
 from msrl_jax.fragments.placement import Layout, Placement
 
@@ -19,7 +19,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     region = graph.region
     producers = region.producers
     next_value = dict(zip(region.carry, region.next_carry, strict=True))
-    registers = {var: fresh(var) for var in region.carry}
+    registers = {var: new_var(var) for var in region.carry}
     readers: dict[Var, list[Placement]] = {}
     cloned: dict[Node, list[Node]] = {}
     # For each placement: results of learners elsewhere; the glue visited so far; what is read instead of its results.
@@ -59,7 +59,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
                     f"`{node.eqn.primitive.name}` has effects and is between a learner and {reader}, which reads values from "
                     f"{depth} iterations ago: it would run twice, on old and on new values. Move it into a fragment"
                 )
-            outs = [fresh(v) for v in node.eqn.outvars]
+            outs = [new_var(v) for v in node.eqn.outvars]
             replacements.setdefault(placement, {}).update(zip(node.eqn.outvars, outs, strict=True))
             cloned.setdefault(reader, []).append(Node(node.eqn.replace(invars=ins, outvars=outs), placement))
             graph.labels.update({o: graph.labels.get(v, "") for o, v in zip(outs, node.eqn.outvars, strict=True)})
@@ -78,7 +78,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     for position, leaf in enumerate(list(region.carry)):
         if leaf not in readers:
             continue
-        row = [registers[leaf], *[fresh(leaf) for _ in range(depth - 1)]]
+        row = [registers[leaf], *[new_var(leaf) for _ in range(depth - 1)]]
         graph.labels.update({v: f"{graph.labels[leaf]} (delayed {depth - i})" for i, v in enumerate(row)})
         graph.delayed.append(position)
         graph.axes += [graph.axes[position]] * depth

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-from msrl_jax.fragments.plan.text import count, grouped, size, subtree
+from msrl_jax.fragments.plan.text import count, group_crossings, size, subtree
 
 Plan: TypeAlias = Any  # those of `plan.py`, which imports this module
 ProgramPlan: TypeAlias = Any
@@ -262,7 +262,7 @@ def _draw_arrows(plan: Plan, lanes: dict[str, int], top: int, width: int) -> tup
     """Arrows between lanes, and the vertical position of their end."""
     what = f"crossing placements: {size(plan.bytes_crossing)} per iteration" if plan.crossings else "nothing crosses placements"
     parts, y = [_text_element(_MARGIN, top + 18, what, width - 2 * _MARGIN, "strong")], top + 26
-    for name, leaves in grouped(plan.crossings):
+    for name, leaves in group_crossings(plan.crossings):
         c, middle = leaves[0], _LANE // 2
         start, end = lanes[c.source] + middle, lanes[c.destination] + middle
         y, step = y + 30, 7 if start < end else -7

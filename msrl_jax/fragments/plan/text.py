@@ -44,7 +44,7 @@ def subtree(path: str) -> str:
     return match[1] + match[3] if match else path
 
 
-def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
+def group_crossings(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
     groups: dict[tuple[str | int, ...], list[Crossing]] = {}
     for c in crossings:
@@ -142,7 +142,7 @@ def table_of(plan: Plan) -> str:
     lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
     head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
     num_columns = len(head) if packed else head.index("codec")
-    rows = [_crossing_row(*group)[:num_columns] for group in grouped(plan.crossings)]
+    rows = [_crossing_row(*group)[:num_columns] for group in group_crossings(plan.crossings)]
     lines += _columns(head[:num_columns], rows) if rows else ["  nothing"]
     collectives = [(p, c) for p in plan.programs for c in p.collectives]
     unclear = [p for p in plan.programs if not p.collectives_known]

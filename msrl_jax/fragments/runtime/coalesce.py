@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import ShapedArray
 from msrl_jax.fragments.passes.instructions import Move, Value
-from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated_sharding
 from msrl_jax.fragments.runtime.memory import is_planned
 
 SMALL = 2**16
@@ -47,7 +47,10 @@ def coalesce(i: Move, executables: Executables) -> None:
         parts = [(jnp.split(v, np.cumsum([math.prod(shape) for shape in group])[:-1]), group) for v, group in pairs]
         return tuple(x.reshape(shape) for xs, group in parts for x, shape in zip(xs, group, strict=True))
 
-    source_shardings, result_shardings = [replicated(i.sources[0])] * len(joinable), [replicated(i.results[0])] * len(joinable)
+    source_shardings, result_shardings = (
+        [replicated_sharding(i.sources[0])] * len(joinable),
+        [replicated_sharding(i.results[0])] * len(joinable),
+    )
     arrays = [_spec(i.sources[k].aval, shardings[i.sources[k]]) for k in joined]
     vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), result_shardings, strict=True)]
     executables.coalesced[i] = Coalesced(

@@ -11,8 +11,8 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.instructions import RunProgram, Value
 from msrl_jax.fragments.passes.prepare import prepare_for_placement
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
-from msrl_jax.fragments.runtime.shardings import Shardings, is_same, scattered
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding, to_placement_sharding
+from msrl_jax.fragments.runtime.shardings import Shardings, is_same, scattered_sharding
 
 
 def compile_program(
@@ -48,17 +48,17 @@ def compile_program(
     local_shardings = {v: shardings[v] for v in (*arguments, *same_as.values())}
     is_single = run.placement.mesh.size == 1
     if is_single or not any(local_shardings[v] for v in arguments):
-        local_shardings |= {v: local_shardings[v] or replicated(v) for v in arguments}
+        local_shardings |= {v: local_shardings[v] or replicated_sharding(v) for v in arguments}
     prescribed: dict[Value, NamedSharding] = {}
     for v in results:
         replaced = local_shardings[same_as[v]] if v in same_as else None
-        if sharding := required.get(v) or replaced or (replicated(v) if is_single or not arguments else None):
+        if sharding := required.get(v) or replaced or (replicated_sharding(v) if is_single or not arguments else None):
             prescribed[v] = sharding
     for _ in range(len(results) + 2):
         compiled, donates_all = _compile_once(run, local_shardings, [prescribed.get(v) for v in results], executables)
         pairs = zip(arguments, compiled.input_shardings[0], strict=True)
         input_choices = {v: to_placement_sharding(s, v) for v, s in pairs if local_shardings[v] is None}
-        local_shardings |= {v: sharding or replicated(v) for v, sharding in input_choices.items()}
+        local_shardings |= {v: sharding or replicated_sharding(v) for v, sharding in input_choices.items()}
         result_shardings = {
             v: to_placement_sharding(s, v) for v, s in zip(results, compiled.output_shardings, strict=True)
         } | prescribed
@@ -125,8 +125,8 @@ def _corrections(
             if sharding is None or not is_same(replaced, sharding, v):
                 corrections[v] = replaced
         elif sharding is None:
-            corrections[v] = replicated(v)
-        elif v in to_shards and v not in same_as and not any(sharding.spec) and any((split := scattered(v)).spec):
+            corrections[v] = replicated_sharding(v)
+        elif v in to_shards and v not in same_as and not any(sharding.spec) and any((split := scattered_sharding(v)).spec):
             # Only shards of another placement read this value, so no device needs it whole: reduce-scatter the sum.
             corrections[v] = split
     return corrections

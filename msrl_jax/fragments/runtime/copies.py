@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from msrl_jax.fragments.passes.instructions import Alloc, HostCall, Instruction, Move, Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding
 from msrl_jax.fragments.runtime.shardings import Shardings
 
 
@@ -25,7 +25,7 @@ def compile_copies(instructions: Iterable[Instruction], shardings: Shardings, ex
             inputs, results, key, fn = (), i.results, ("alloc", kinds), _allocation(kinds)
         else:
             continue
-        shardings.update({v: shardings[v] or replicated(v) for v in (*inputs, *results)})
+        shardings.update({v: shardings[v] or replicated_sharding(v) for v in (*inputs, *results)})
         arguments = [argument(v, shardings[v]) for v in inputs]
         executables.compiled[i] = executables.compile(Request(key, fn, arguments, (), [shardings[v] for v in results]))
 

@@ -167,7 +167,7 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
     if sharding is None or mesh.size == 1:
-        return replicated(value)
+        return replicated_sharding(value)
     if not isinstance(sharding, NamedSharding):
         return None
     if sharding.mesh == mesh:
@@ -177,7 +177,7 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
     return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
 
 
-def replicated(value: Value) -> NamedSharding:
+def replicated_sharding(value: Value) -> NamedSharding:
     """Returns the sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())
 

@@ -26,9 +26,9 @@ from msrl_jax.fragments.passes.instructions import (
     walk,
 )
 from msrl_jax.fragments.runtime.executables import Coalesced, DeltaTransfer, Executables
-from msrl_jax.fragments.runtime.host_queue import HostQueue, resolved
+from msrl_jax.fragments.runtime.host_queue import HostQueue, resolve
 from msrl_jax.fragments.runtime.send_changed import DeltaSender, DeltaStats
-from msrl_jax.fragments.runtime.transfer import crossing, remote, transfer
+from msrl_jax.fragments.runtime.transfer import crossing, remote_array, transfer
 
 Slots = list[Any]  # arrays, `HostFuture`s, and None where there is no value
 Step = Callable[[Slots], None]
@@ -93,7 +93,7 @@ class Executor:
                 step(slots)
             if self._queue is not None:
                 self._queue.drain()
-                slots = [resolved(x) for x in slots]
+                slots = [resolve(x) for x in slots]
         finally:
             if self._queue is not None:
                 self._queue.clear()  # after an error in a host call, or an interrupt
@@ -174,7 +174,7 @@ class Executor:
             return self._queued_step(self._crossing_call(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
-            remote_arrays = [remote(v.aval, sharding) for v, sharding in zip(i.results, shardings, strict=True)]
+            remote_arrays = [remote_array(v.aval, sharding) for v, sharding in zip(i.results, shardings, strict=True)]
             return _slot_step(lambda: remote_arrays, [], outs)
         if coalesced := self._executables.coalesced.get(i):
             order = (*coalesced.separate, *coalesced.joined)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding, to_placement_sharding
 from msrl_jax.fragments.runtime.execute import annotated_wait
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.transfer import Leaves, read
@@ -43,7 +43,7 @@ class FusedLoop:
         """Runs iterations on leaves, whose memory they consume; returns the stacked metrics, read to the host."""
         loop = self.compile(max_length)
         self.check_fits(loop, f"program of up to {max_length} iterations")
-        count = jax.device_put(np.int32(length), replicated(self.leaves[0]) if self.leaves else None)
+        count = jax.device_put(np.int32(length), replicated_sharding(self.leaves[0]) if self.leaves else None)
         flat = self.executables.call(loop)(count, *[copies[0] for copies in leaves])
         with annotated_wait():
             rows = read(list(flat[len(leaves) :]))
@@ -71,7 +71,7 @@ class FusedLoop:
         The program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, the metrics have a
         leading axis of length `max_length`; only the rows of iterations that ran are meaningful.
         """
-        for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
+        for prescribed in ([None] * len(self.metrics), [replicated_sharding(v) for v in self.metrics]):
             compiled = self.executables.compile(self._request(max_length, donate, prescribed))
             metric_shardings = compiled.output_shardings[len(self.leaves) :]
             if all(to_placement_sharding(s, v) for s, v in zip(metric_shardings, self.metrics, strict=True)):
@@ -79,7 +79,7 @@ class FusedLoop:
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
     def _request(self, max_length: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated_sharding(self.leaves[0]) if self.leaves else None)
         before = [] if max_length is None else [count]
         args = [argument(v, s) for v, s in zip(self.leaves, self.shardings, strict=True)]
         donated = range(len(before), len(before) + len(args)) if donate else ()

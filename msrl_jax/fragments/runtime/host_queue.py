@@ -28,7 +28,7 @@ class _Task:
     results: Sequence[jax.Array] | None = None
 
     def run(self) -> None:
-        self.results = self.fn(*map(resolved, self.args))
+        self.results = self.fn(*map(resolve, self.args))
         self.args = ()
 
 
@@ -43,7 +43,7 @@ class HostFuture:
 Slot: TypeAlias = jax.Array | HostFuture  # an array, now or later
 
 
-def resolved(x: Slot) -> Slot:
+def resolve(x: Slot) -> Slot:
     """Returns an array, or the result of a `HostFuture` if it is available."""
     return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
 
@@ -58,7 +58,7 @@ class HostQueue:
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Slot], donated: Sequence[int], count: int
     ) -> Sequence[Slot]:
         """Calls a function now if its arguments are available; otherwise returns `HostFuture`s for its `count` results."""
-        task = _Task(fn, [resolved(x) for x in args], donated)
+        task = _Task(fn, [resolve(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
         return self._enqueue(task, count)
@@ -74,9 +74,9 @@ class HostQueue:
 
         Returns `HostFuture`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
-        while any(type(resolved(x)) is HostFuture for x in args):
+        while any(type(resolve(x)) is HostFuture for x in args):
             self._finish_oldest()
-        finish = function.start(*map(resolved, args))
+        finish = function.start(*map(resolve, args))
         if not function.can_start:
             return place(finish())
         return self._enqueue(_Task(lambda: place(finish()), is_host_call=True), count)
@@ -109,8 +109,8 @@ class HostQueue:
 
     def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
         """Whether a task's arguments are available, and earlier tasks have read all those that it consumes."""
-        args = [resolved(x) for x in task.args]
+        args = [resolve(x) for x in task.args]
         if any(type(x) is HostFuture for x in args):
             return False
         consumed = {id(args[k]) for k in task.donated}
-        return not consumed or all(id(resolved(x)) not in consumed for earlier_task in before for x in earlier_task.args)
+        return not consumed or all(id(resolve(x)) not in consumed for earlier_task in before for x in earlier_task.args)

@@ -26,7 +26,7 @@ from msrl_jax.fragments.passes.instructions import (
 from msrl_jax.fragments.runtime.coalesce import coalesce
 from msrl_jax.fragments.runtime.compile_program import compile_program
 from msrl_jax.fragments.runtime.copies import compile_copies
-from msrl_jax.fragments.runtime.executables import Executables, replicated
+from msrl_jax.fragments.runtime.executables import Executables, replicated_sharding
 from msrl_jax.fragments.runtime.send_changed import changes_of, compile_patching
 from msrl_jax.fragments.runtime.shardings import Shardings, declared_axes, is_same, moved_sharding, sent_to_shards
 
@@ -38,12 +38,12 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
     """
     specs = zip(schedule.inputs, axes, strict=True)
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for copies, spec in specs for v in copies}
-    shardings: Shardings = {**inputs, **{v: replicated(v) for v in schedule.constants}}
+    shardings: Shardings = {**inputs, **{v: replicated_sharding(v) for v in schedule.constants}}
     context = _Context(executables, shardings, declared_axes(schedule, axes), itertools.count(schedule.free_index))
     back = [list(zip(outs, entries, strict=True)) for entries, outs in zip(schedule.inputs, schedule.outputs, strict=True)]
     body = _lower_block(schedule.body, {out: inputs[entry] for pairs in back for out, entry in pairs}, {}, context)
     outputs = tuple(tuple(_with_sharding(out, inputs[entry], body, context) for out, entry in pairs) for pairs in back)
-    executables.shardings.update({v: s or replicated(v) for v, s in shardings.items()})
+    executables.shardings.update({v: s or replicated_sharding(v) for v, s in shardings.items()})
     for i, _ in walk(body):
         if isinstance(i, Move) and not i.is_copy and (changes := changes_of(i)):
             executables.patching[i] = compile_patching(i, changes, executables)
@@ -77,7 +77,7 @@ def _lower_block(
         elif isinstance(i, Move):
             _lower_move(i, required, same_as, context)
         elif isinstance(i, HostCall):
-            context.shardings.update({v: replicated(v) for v in (*i.inputs, *i.outputs)})
+            context.shardings.update({v: replicated_sharding(v) for v in (*i.inputs, *i.outputs)})
         elif isinstance(i, Alloc):
             context.shardings.update(dict.fromkeys(i.results))
         elif isinstance(i, Loop):
@@ -134,12 +134,12 @@ def _lower_loop(
         # Glue such as `jnp.zeros` takes the sharding that the loop needs.
         is_open = c.init in glue and c.init.placement.mesh.size > 1
         shardings[c.body_in] = required.get(c.result) or (None if is_open else shardings[c.init])
-    shardings.update({v: replicated(v) for v in i.indices})
+    shardings.update({v: replicated_sharding(v) for v in i.indices})
     body = _lower_block(i.body, {}, {c.body_out: c.body_in for c in i.carry}, context)
     carry: list[LoopCarry] = []
     glue_shardings: dict[Value, NamedSharding] = {}
     for c in i.carry:
-        sharding = shardings[c.body_in] or shardings[c.body_out] or replicated(c.body_in)
+        sharding = shardings[c.body_in] or shardings[c.body_out] or replicated_sharding(c.body_in)
         shardings[c.body_in] = shardings[c.result] = sharding
         body_out, init = _with_sharding(c.body_out, sharding, body, context), c.init
         if init in glue and not is_same(sharding, shardings[init] or sharding, init):

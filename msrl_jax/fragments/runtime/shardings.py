@@ -7,7 +7,7 @@ from typing import TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Loop, Move, Schedule, Value, walk
-from msrl_jax.fragments.runtime.executables import replicated
+from msrl_jax.fragments.runtime.executables import replicated_sharding
 
 Shardings: TypeAlias = dict[Value, NamedSharding | None]
 """The sharding of each value; None while the program that reads the value may choose it."""
@@ -33,7 +33,7 @@ def moved_sharding(
     if source in axes:
         return result.placement.sharding(axes[source], result.aval.shape)
     if result.placement.mesh.size == 1:
-        return replicated(result)
+        return replicated_sharding(result)
     source_sharding = shardings[source]
     if source_sharding is None or source.placement.mesh.size == 1:
         return None
@@ -50,7 +50,7 @@ def sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
     return shard_reads - other_reads
 
 
-def scattered(value: Value) -> NamedSharding:
+def scattered_sharding(value: Value) -> NamedSharding:
     """Returns the sharding that splits an array over all devices of its placement, along its largest dimension."""
     axis = str(value.placement.mesh.axis_names[0])
     return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)

@@ -41,7 +41,7 @@ def owners(*shardings: NamedSharding) -> set[int]:
     return {d.process_index for sharding in shardings for d in sharding.device_set}
 
 
-def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
+def remote_array(aval: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a global array with this shape and dtype, as seen by a process that owns none of its devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
@@ -64,7 +64,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
         elif jax.process_index() in processes:
             results[i] = jax.device_put(x, to)
         else:
-            results[i] = remote(x, to)
+            results[i] = remote_array(x, to)
     for numbers in crossings.values():
         group = [arrays[i] for i in numbers]
         kinds = tuple((x.shape, x.dtype) for x in group)
