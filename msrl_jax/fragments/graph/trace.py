@@ -165,8 +165,7 @@ def _check_same_structure(state: PyTree, tree: PyTreeDef, after: PyTree) -> None
 
 
 def _list_paths(paths: list[str]) -> str:
-    listed = ", ".join("state" + p for p in paths[:3])
-    return listed + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    return ", ".join("state" + p for p in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:

@@ -31,8 +31,7 @@ def coalesce(i: Move, executables: Executables) -> None:
     for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
         if _is_plain(source) and source.nbytes <= SMALL and shardings[result].is_fully_replicated:
             groups.setdefault(source.aval.dtype.name, []).append(k)
-    joinable = [ks for ks in groups.values() if len(ks) > 1]
-    if not joinable:
+    if not (joinable := [ks for ks in groups.values() if len(ks) > 1]):
         return
     joined = tuple(k for ks in joinable for k in ks)
     separate = tuple(k for k in range(len(i.sources)) if k not in joined)
