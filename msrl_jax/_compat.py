@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.core import ShapedArray as ShapedArray
@@ -32,6 +32,8 @@ jaxpr_as_fun = core.jaxpr_as_fun
 cond_p, jit_p, scan_p, while_p = primitives.cond_p, primitives.jit_p, primitives.scan_p, primitives.while_p
 
 Atom = Var | Literal
+
+PyTreeDef: TypeAlias = Any  # type checkers do not accept `jax.tree_util.PyTreeDef`, a variable, as a type
 
 # Calls that only evaluate their bodies, so the bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
 # call, and the schedule of a remat, matter only under differentiation, which is done once a loop is traced.)
@@ -122,9 +124,9 @@ def source_line(eqn: JaxprEqn) -> str | None:
 
 def aval(atom: Atom) -> ShapedArray:
     """Shape and dtype of a variable or literal."""
-    found = atom.aval
-    assert isinstance(found, ShapedArray), found
-    return found
+    array_aval = atom.aval
+    assert isinstance(array_aval, ShapedArray), array_aval
+    return array_aval
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -133,15 +135,15 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
 
 
-def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Returns an equation with each jaxpr replaced by `of(jaxpr)`; returns `eqn` itself if none changes."""
+def replace_jaxprs(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """Returns an equation with each jaxpr replaced by `rewrite(jaxpr)`; returns `eqn` itself if none changes."""
 
     def replaced(param: Any) -> Any:
         if isinstance(param, ClosedJaxpr):
-            new = of(param.jaxpr)
+            new = rewrite(param.jaxpr)
             return param if new is param.jaxpr else ClosedJaxpr(new, param.consts)
         if isinstance(param, Jaxpr):
-            return of(param)
+            return rewrite(param)
         if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr | Jaxpr) for p in param):
             new = tuple(map(replaced, param))
             return param if all(a is b for a, b in zip(new, param, strict=True)) else new
@@ -154,22 +156,24 @@ def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
     return new.replace(effects=eqn.effects - (_effects(sub_jaxprs(eqn)) - _effects(sub_jaxprs(new))))
 
 
-def rewritten(closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]) -> ClosedJaxpr:
+def rewrite_equations(
+    closed: ClosedJaxpr, rule: Callable[[JaxprEqn, Callable[[Jaxpr], Jaxpr]], Iterable[JaxprEqn]]
+) -> ClosedJaxpr:
     """Returns a program with other equations, without the effects that only former ones had; `closed` itself if none changes.
 
-    `rule(eqn, of)` returns the equations that replace `eqn`; `of(jaxpr)` is a jaxpr that `eqn` holds with its own rewritten.
+    `rule(eqn, rewrite)` returns the equations that replace `eqn`. It calls `rewrite` on the jaxprs that `eqn` holds.
     """
-    known: dict[int, Jaxpr] = {}
+    rewritten_jaxprs: dict[int, Jaxpr] = {}
 
-    def of(jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in known:
-            eqns = [new for eqn in jaxpr.eqns for new in rule(eqn, of)]
+    def rewrite(jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in rewritten_jaxprs:
+            eqns = [new for eqn in jaxpr.eqns for new in rule(eqn, rewrite)]
             same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
             effects = jaxpr.effects - (_effects(jaxpr.eqns) - _effects(eqns))
-            known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns, effects=effects)
-        return known[id(jaxpr)]
+            rewritten_jaxprs[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns, effects=effects)
+        return rewritten_jaxprs[id(jaxpr)]
 
-    new = of(closed.jaxpr)
+    new = rewrite(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
 
 
@@ -177,35 +181,35 @@ def _effects(parts: Iterable[Jaxpr | JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(part.effects for part in parts))
 
 
-def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
+def inline_function(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
     """Returns the equations of a function of an equation's operands, to replace it; they keep its source location."""
     closed = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, eqn.invars)])
     assert not closed.consts, "the function captures arrays"
     atoms: dict[Atom, Atom] = {**dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))}
     results: dict[Atom, Var] = dict(zip(closed.jaxpr.outvars, eqn.outvars, strict=True))
-    made = []
+    replacements = []
     for e in closed.jaxpr.eqns:
         ins = [a if isinstance(a, Literal) else atoms.get(a) or results.get(a, a) for a in e.invars]
         outs = [results.get(v, v) for v in e.outvars]
-        made.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
-    return made
+        replacements.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
+    return replacements
 
 
 def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields the equations of a jaxpr and of all that it holds at any depth, once for functions under `jax.jit` called
     twice.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [jaxpr]
     while stack:
         current = stack.pop()
-        if id(current) not in seen:
-            seen.add(id(current))
+        if id(current) not in visited:
+            visited.add(id(current))
             yield from current.eqns
             stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
 
-def fresh(var: Var) -> Var:
+def new_var(var: Var) -> Var:
     """Returns a new variable of the same type."""
     return Var(var.aval)
 
@@ -225,7 +229,7 @@ def is_tracing() -> bool:
     return type(core.find_top_trace(())).__name__ != "EvalTrace"
 
 
-def is_traced_here(x: Any) -> bool:
+def is_traced_here(x: object) -> bool:
     """Whether the innermost active transformation gives `x` a batch axis or a tangent."""
     # JAX has no public name for a tracer's trace. Without it every value would count as batched or differentiated.
     return isinstance(x, Tracer) and x._trace is core.find_top_trace((x,))
@@ -243,12 +247,12 @@ def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def set_dead_code_rule(primitive: Primitive, whole: Callable[[JaxprEqn], bool]) -> None:
-    """Drops unused equations, results and inputs of a primitive's `call_jaxpr`, unless `whole(eqn)`."""
+def set_dead_code_rule(primitive: Primitive, keeps_all: Callable[[JaxprEqn], bool]) -> None:
+    """Drops unused equations, results and inputs of a primitive's `call_jaxpr`, unless `keeps_all(eqn)`."""
 
-    def rule(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
+    def rule(used_outputs: list[bool], *live_and_eqn: Any) -> tuple[list[bool], JaxprEqn | None]:
         eqn = live_and_eqn[-1]  # before it, from JAX 0.12 on, comes which inputs live on after the jaxpr
-        return ([True] * len(eqn.invars), eqn) if whole(eqn) else pe.dce_jaxpr_closed_call_rule(used, *live_and_eqn)
+        return ([True] * len(eqn.invars), eqn) if keeps_all(eqn) else pe.dce_jaxpr_closed_call_rule(used_outputs, *live_and_eqn)
 
     pe.dce_rules[primitive] = rule
 

@@ -12,7 +12,7 @@ from typing import Any
 from msrl_jax.fragments.support.checks import shown
 
 
-def as_path(name: str, value: Any) -> Path:
+def as_path(name: str, value: object) -> Path:
     """Converts a string or path-like object to a path; raises TypeError for anything else, ValueError if it is empty."""
     if value == "":
         raise ValueError(f"{name}='' is not a path; pass one, or omit it")
@@ -59,7 +59,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(_DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        inner = (
+            container.values() if isinstance(container, dict) else container
+            for container in level
+            if isinstance(container, dict | list)
+        )
         if not (level := list(itertools.chain.from_iterable(inner))):
             return value
     raise ValueError("it is nested too deeply")

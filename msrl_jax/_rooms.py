@@ -27,11 +27,11 @@ def rooms() -> Mapping[str, Path]:
 @functools.cache
 def added(kind: str) -> Mapping[str, str]:
     """Returns the entries of a kind in all rooms: `MODULE:NAME` by name. Imports no room."""
-    found = {}
+    entries = {}
     for room, file in rooms().items():
         for name, place in tomllib.loads(file.read_text(encoding="utf-8")).get(kind, {}).items():
-            found[name] = f"{__package__}.{room}.{place}"
-    return found
+            entries[name] = f"{__package__}.{room}.{place}"
+    return entries
 
 
 class Registry(MutableMapping[str, T]):

@@ -193,7 +193,7 @@ def test_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
     full = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.warns(compiling.CacheWarning, match="the disk of .* is full"):
-        assert compiling._prepared(str(tmp_path / "programs")) is None
+        assert compiling._prepare_folder(str(tmp_path / "programs")) is None
 
 
 IN_PYTHON = f"""{RUN}
@@ -239,7 +239,7 @@ def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tm
         os.utime(tmp_path / name, (1.0, 1.0))
     own = tmp_path / "jaxlib-3-0123456789ab"
     (own / ".checked").touch()  # so the files, which are older, are not read
-    compiling._tidy(tmp_path, own)
+    compiling._remove_excess_files(tmp_path, own)
     assert sorted(p.parent.name[7] for p in tmp_path.glob("*/jit_f-cache")) == ["2", "3"]
     assert all((tmp_path / name).exists() for name in others)
 
@@ -250,7 +250,7 @@ def test_programs_that_were_cut_off_leave(tmp_path):
     for name, data in {"whole": whole, "cut": whole[:-10], "empty": b"", "other": b"\x28\xb5\x2f\xfd"}.items():
         (folder / f"{name}-cache").write_bytes(data)
     for _ in range(2):
-        compiling._tidy(tmp_path, folder)
+        compiling._remove_excess_files(tmp_path, folder)
         assert sorted(path.name for path in folder.iterdir()) == [".checked", "other-cache", "whole-cache"]
         (folder / "late-cache").write_bytes(whole[:-10])  # after the first time
 

@@ -12,7 +12,8 @@ counters.py, progress.py and metrics.py.
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
     partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
-    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, HostCall, Move, Alloc and Loop instructions
+    schedule      passes/schedule.py       Partition -> Schedule: RunProgram, HostCall, Move, Alloc and Loop instructions; by
+                                           stacked_rows.py, those that read or write a row of a stack
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
     prepare       passes/prepare.py        jaxpr of a program -> jaxpr that XLA partitions correctly (repairs.py) and that, for
                                            one accelerator, has fewer kernels (compact.py)

@@ -227,15 +227,19 @@ def get(codec: str | Codec, *, stored: bool = False) -> Codec:
     if not isinstance(codec, str | Codec):
         raise TypeError(f"{shown(codec)} is not a codec; use {', '.join(map(repr, CODECS))}, 'frame_stack(n)' or a Codec")
     if isinstance(codec, Codec):
-        found = codec
+        selected = codec
     elif call := re.fullmatch(r"(frame_stack|delta)\((\d+)(?:, *(\d+))?\)", codec):
         name, *numbers = call.groups()
-        found = (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
+        selected = (frame_stack if name == "frame_stack" else delta)(*(int(n) for n in numbers if n))
     else:
-        found = CODECS.get(codec)
-    if found is None or (stored and found.changes):
-        known = [name for name, c in CODECS.items() if not (stored and c.changes)] + ["frame_stack(n)"]
-        known += [] if stored else ["delta(n, every)"]
-        fact = f"unknown codec {codec!r}{suggestion(str(codec), known)}" if found is None else f"{found} is only for sending"
-        raise ValueError(f"{fact}; use one of {', '.join(known)}")
-    return found
+        selected = CODECS.get(codec)
+    if selected is None or (stored and selected.changes):
+        valid_names = [name for name, c in CODECS.items() if not (stored and c.changes)] + ["frame_stack(n)"]
+        valid_names += [] if stored else ["delta(n, every)"]
+        fact = (
+            f"unknown codec {codec!r}{suggestion(str(codec), valid_names)}"
+            if selected is None
+            else f"{selected} is only for sending"
+        )
+        raise ValueError(f"{fact}; use one of {', '.join(valid_names)}")
+    return selected

@@ -67,14 +67,14 @@ def compile(
     check_graph(graph, traced.jaxpr.effects, layout)
     if layout.staleness:
         delay(graph, layout.staleness, layout)
-    used = graph.placements
-    default = next(iter(used)) if len(used) == 1 else layout.placement("learner")
+    placements = graph.placements
+    default = next(iter(placements)) if len(placements) == 1 else layout.placement("learner")
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)
     instructions = add_lifetimes(schedule(parts, graph, default))
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
-    fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
+    fuses = len(placements) <= 1 and not layout.staleness and not graph.host_calls
     fused = prepare_for_placement(traced.jaxpr, default) if fuses else None
     return Program(placed, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -27,19 +27,19 @@ def counter(value: int = 0) -> Counter:
     return Counter(jnp.uint32(value // _WORD), jnp.uint32(value % _WORD))
 
 
-def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
+def advance(count: Counter, amount: jax.Array | int = 1) -> Counter:
     """Adds a Python integer below 2**64, or an array of nonnegative integers, which broadcasts."""
-    upper, lower = divmod(by, _WORD) if isinstance(by, int) else (0, by)
+    upper, lower = divmod(amount, _WORD) if isinstance(amount, int) else (0, amount)
     added = jnp.asarray(lower).astype(jnp.uint32) if not isinstance(lower, int) else jnp.uint32(lower)
     low = count.low + added
     return Counter(count.high + jnp.uint32(upper) + (low < added).astype(jnp.uint32), low)
 
 
-def times(count: Counter, by: int) -> Counter:
+def times(count: Counter, multiplier: int) -> Counter:
     """Multiplies by a Python integer from 0 to `2**32 - 1`, modulo 2**64."""
-    product = Counter(count.high * jnp.uint32(by), jnp.zeros_like(count.low))
+    product = Counter(count.high * jnp.uint32(multiplier), jnp.zeros_like(count.low))
     for i, half in enumerate((count.low & 0xFFFF, count.low >> 16)):
-        for j, factor in enumerate((by & 0xFFFF, by >> 16)):
+        for j, factor in enumerate((multiplier & 0xFFFF, multiplier >> 16)):
             part, places = half * jnp.uint32(factor), i + j  # of 16 bits each
             upper = (jnp.zeros_like(part), part >> 16, part)[places]
             lower = (part, part << 16, jnp.zeros_like(part))[places]
@@ -57,19 +57,19 @@ def fraction(count: Counter, total: int) -> jax.Array:
     float32
     """
     high, low = np.float32(_WORD / total), np.float32(1 / total)
-    reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
-    return jnp.minimum(reached, 1.0)
+    ratio = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
+    return jnp.minimum(ratio, 1.0)
 
 
 def remainder(count: Counter, period: int) -> jax.Array:
     """Returns the remainder after division by a period, int32; raises ValueError unless the period is from 1 to 2**24."""
     if not 1 <= period <= 2**24:
         raise ValueError(f"a period of {period} is not in [1, 2**24]; use one in this range")
-    rest = jnp.zeros_like(count.low)
+    residue = jnp.zeros_like(count.low)
     for word in count:
         for shift in _BYTES:  # long division: a rest below 2**24, shifted by a byte, stays below 2**32
-            rest = (rest * 256 + ((word >> shift) & 255)) % jnp.uint32(period)
-    return rest.astype(jnp.int32)
+            residue = (residue * 256 + ((word >> shift) & 255)) % jnp.uint32(period)
+    return residue.astype(jnp.int32)
 
 
 def at_least(count: Counter, number: int) -> jax.Array:

@@ -69,11 +69,11 @@ def delayed(program: Program[Any], seconds: float) -> contextlib.AbstractContext
     """
     check_delay(seconds)
 
-    def later(call: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def slow_down_transfers(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
             time.sleep(seconds)
             return call(*args)
 
-        return slow if what == "transfer" and seconds else call
+        return slow if kind == "transfer" and seconds else call
 
-    return contextlib.nullcontext() if program.is_fused else program.host_loop.with_calls(later)
+    return contextlib.nullcontext() if program.is_fused else program.host_loop.with_calls(slow_down_transfers)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import ClosedJaxpr, jaxpr_as_fun
+from msrl_jax._compat import ClosedJaxpr, PyTreeDef, jaxpr_as_fun
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import Traced
 from msrl_jax.fragments.passes.instructions import Instruction, RunProgram, Schedule
@@ -52,7 +52,7 @@ class Program(Generic[State]):
         graph: Graph,
         schedule: Schedule,
         fused: ClosedJaxpr | None,
-        tree: Any,
+        tree: PyTreeDef,
         traced: Traced,
         seconds: float,
     ):
@@ -62,12 +62,12 @@ class Program(Generic[State]):
         self.executables = Executables(seconds=seconds)
         self.ahead = _AHEAD + self.layout.staleness
         self.state = StateLayout(tree, schedule.inputs, graph.axes, graph.delayed, self.layout.staleness, traced)
-        check_fits = MemoryCheck(functools.partial(_remedy, traced))
+        check_fits = MemoryCheck(functools.partial(_memory_remedy, traced))
         self.host_loop = HostLoop(schedule, graph.axes, self.executables, self.ahead, check_fits)
-        leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
+        leaves, shardings = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self.state.copies]
         rewritten = fused is not traced.jaxpr
         self._fused = (
-            FusedLoop(jaxpr_as_fun(fused), leaves, at, schedule.metrics, rewritten, self.executables, check_fits)
+            FusedLoop(jaxpr_as_fun(fused), leaves, shardings, schedule.metrics, rewritten, self.executables, check_fits)
             if fused
             else None
         )
@@ -81,7 +81,7 @@ class Program(Generic[State]):
                 "the program was compiled under jax.enable_x64, but runs without it; run it with the setting that it was "
                 "compiled with, or compile it again"
             )
-        self._check_present()
+        self._check_devices_exist()
 
     @property
     def schedule(self) -> Schedule:
@@ -129,7 +129,7 @@ class Program(Generic[State]):
         """Bytes of the metrics of one iteration."""
         return sum(v.nbytes for v in self.schedule.metrics)
 
-    def _check_present(self) -> None:
+    def _check_devices_exist(self) -> None:
         check_no_mesh_is_set()
         if missing := [d for d in self.devices if is_planned(d)]:
             raise RuntimeError(
@@ -148,7 +148,7 @@ class Program(Generic[State]):
         Returns:
           The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
         """
-        self._check_present()
+        self._check_devices_exist()
         return self.state.unflatten(self.state.place(state, copy=True))
 
     @entry
@@ -162,7 +162,7 @@ class Program(Generic[State]):
         Returns:
           The placed state, as `place` returns it.
         """
-        self._check_present()
+        self._check_devices_exist()
         return self.state.unflatten(self.state.initialize(init, args, self.executables))
 
     def unwrap(self, state: State | Delayed) -> State:
@@ -224,16 +224,16 @@ class Program(Generic[State]):
         for start in range(0, iterations, chunk):
             leaves, metrics = self.run_chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
-        return self.state.unflatten(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
+        return self.state.unflatten(leaves), jax.tree.unflatten(self.traced.metrics, _join_chunks(parts))
 
     @property
     def sent(self) -> dict[str, DeltaStats]:
         """Statistics of codecs that send changes: for every such transfer, its number, ends and first value, and the counts."""
-        found = {}
-        for number, (i, sent) in enumerate(self.host_loop.sent.items()):
+        stats_by_name = {}
+        for number, (i, stats) in enumerate(self.host_loop.delta_stats.items()):
             ends = f"{i.sources[0].placement.name} -> {i.results[0].placement.name}"
-            found[f"{number}: {ends}: {label_of(i.results[0])}"] = sent
-        return found
+            stats_by_name[f"{number}: {ends}: {label_of(i.results[0])}"] = stats
+        return stats_by_name
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk size needs, without running it.
@@ -287,15 +287,15 @@ class Program(Generic[State]):
             registers=self.state.registers,
         )
 
-    def run_chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
+    def run_chunk(self, leaves: Leaves, length: int, max_length: int) -> tuple[Leaves, list[Any]]:
         """Runs iterations; returns their metrics, stacked."""
         if self._fused:
-            return self._fused.run(leaves, length, most)
+            return self._fused.run(leaves, length, max_length)
         leaves, rows = self.host_loop.run(leaves, length)
-        return leaves, _together(np.stack, jnp.stack, rows)
+        return leaves, _combine_rows(np.stack, jnp.stack, rows)
 
 
-def _remedy(traced: Traced) -> str:
+def _memory_remedy(traced: Traced) -> str:
     """What to do if a program exceeds the memory of its devices."""
     return (
         f"The largest array of an iteration, before it is split, is {largest_array(traced.jaxpr.jaxpr)}. Use fewer "
@@ -304,14 +304,16 @@ def _remedy(traced: Traced) -> str:
     )
 
 
-def _joined(chunks: Sequence[list[Any]]) -> list[Any]:
+def _join_chunks(chunks: Sequence[list[Any]]) -> list[Any]:
     """Joins the metrics of chunks to those of a run, as writable NumPy arrays."""
     if len(chunks) == 1:  # JAX returns read-only arrays
         return [x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in chunks[0]]
-    return _together(np.concatenate, jnp.concatenate, chunks)
+    return _combine_rows(np.concatenate, jnp.concatenate, chunks)
 
 
-def _together(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+def _combine_rows(
+    on_host: Callable[[Sequence[Any]], Any], on_device: Callable[[Sequence[Any]], Any], rows: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy does not support them."""
     keys = [is_key(x) for x in rows[0]]
     return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

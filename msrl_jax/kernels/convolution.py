@@ -31,11 +31,11 @@ def _forward(stride: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     # XLA's CPU convolutions are slow if each population member has its own filters: PPO on MinAtar took twice as long with
     # five seeds.
     def batched(size, in_batched, x, w):
-        axes = [0 if each else None for each in in_batched]
-        one = jax.vmap(usual, axes)
+        axes = [0 if is_batched else None for is_batched in in_batched]
+        vmapped = jax.vmap(usual, axes)
         if stride > 1 or not in_batched[1]:
-            return one(x, w), True
-        return jax.lax.platform_dependent(x, w, cpu=jax.vmap(_product, axes), default=one), True
+            return vmapped(x, w), True
+        return jax.lax.platform_dependent(x, w, cpu=jax.vmap(_product, axes), default=vmapped), True
 
     convolve = jax.custom_batching.custom_vmap(usual)
     convolve.def_vmap(batched)

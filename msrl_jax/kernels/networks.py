@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-_LARGE = 2**20  # above this number of elements, a copy takes longer than the kernel launches that it saves
+_MAX_JOINED = 2**20  # above this number of elements, a copy takes longer than the kernel launches that it saves
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
 def global_norm(tree: Any) -> jax.Array:
     """Returns the norm of all leaves together. Accelerators first concatenate the leaves of small trees, to save launches."""
     leaves = jax.tree.leaves(tree)
-    if len({jnp.result_type(x) for x in leaves}) != 1 or sum(jnp.size(x) for x in leaves) > _LARGE:
+    if len({jnp.result_type(x) for x in leaves}) != 1 or sum(jnp.size(x) for x in leaves) > _MAX_JOINED:
         return jnp.asarray(optax.tree.norm(tree))
 
     def of_vector(*leaves: jax.Array) -> jax.Array:

@@ -55,39 +55,39 @@ def truncated_values(
     leaves, tree = jax.tree.flatten(params)
     is_read = are_read(of_params, params, jax.tree.map(lambda x: x[0], final))
 
-    def value(read: Sequence[Any], final: Any) -> jax.Array:
-        left = iter(read)
-        whole = [next(left) if used else jnp.zeros_like(x) for x, used in zip(leaves, is_read, strict=True)]
-        return of_params(tree.unflatten(whole), final)
+    def value(read_leaves: Sequence[Any], final: Any) -> jax.Array:
+        remaining = iter(read_leaves)
+        all_leaves = [next(remaining) if is_used else jnp.zeros_like(x) for x, is_used in zip(leaves, is_read, strict=True)]
+        return of_params(tree.unflatten(all_leaves), final)
 
-    def some(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.at[-1].set(True) if and_last else truncated
+    def values_where_truncated(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
+        is_needed = truncated.at[-1].set(True) if and_last else truncated
 
         def pick(step: jax.Array) -> Any:
             return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, step), final)
 
         def fill(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            left, found = carry
-            step = jnp.argmax(left, axis=0)  # the first remaining step of every environment
+            remaining, results = carry
+            step = jnp.argmax(remaining, axis=0)  # the first remaining step of every environment
             new = value(params, pick(step))
-            here = left & (jnp.arange(len(left))[:, None] == step)
-            return left & ~here, jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
+            selected = remaining & (jnp.arange(len(remaining))[:, None] == step)
+            return remaining & ~selected, jnp.where(selected.reshape(*selected.shape, *(1,) * (new.ndim - 1)), new, results)
 
-        one = jax.eval_shape(lambda: value(params, pick(jnp.zeros(truncated.shape[1], int))))
-        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
-        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, (needed, found))[1]
+        value_aval = jax.eval_shape(lambda: value(params, pick(jnp.zeros(truncated.shape[1], int))))
+        results = jnp.zeros((len(truncated), *value_aval.shape), value_aval.dtype)
+        return jax.lax.fori_loop(0, is_needed.sum(axis=0).max(), fill, (is_needed, results))[1]
 
-    def every(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        found = value(params, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), final))  # [E * T, ...]
-        return jnp.swapaxes(found.reshape(-1, len(truncated), *found.shape[1:]), 0, 1)
+    def values_of_all_steps(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
+        results = value(params, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), final))  # [E * T, ...]
+        return jnp.swapaxes(results.reshape(-1, len(truncated), *results.shape[1:]), 0, 1)
 
     @jax.custom_batching.custom_vmap
     def values(params: Any, final: Any, truncated: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(params, final, truncated, cpu=some, default=every)
+        return jax.lax.platform_dependent(params, final, truncated, cpu=values_where_truncated, default=values_of_all_steps)
 
     @values.def_vmap
     def of_members(size: int, in_batched: Any, *args: Any) -> tuple[jax.Array, bool]:
         axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
-        return jax.vmap(every, in_axes=tuple(axes), axis_size=size)(*args), True
+        return jax.vmap(values_of_all_steps, in_axes=tuple(axes), axis_size=size)(*args), True
 
-    return values([x for x, used in zip(leaves, is_read, strict=True) if used], final, truncated)
+    return values([x for x, is_used in zip(leaves, is_read, strict=True) if is_used], final, truncated)

@@ -4,7 +4,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -20,7 +20,7 @@ names (as shown in plans) contain the text, where the first match is used; or No
 
 def policy_repr(policy: object) -> str:
     """Returns a policy in Python syntax, such as `SingleLearnerCoarse(learners=2)`: its name and its non-default parameters."""
-    return f"{type(policy).__name__}({', '.join(_given(policy))})"
+    return f"{type(policy).__name__}({', '.join(_arguments(policy))})"
 
 
 def spec(policy: object) -> str:
@@ -34,10 +34,10 @@ def spec(policy: object) -> str:
     if is_custom and (lost := [name for name in _parameters(policy) if not hasattr(policy, name)]):
         fact = f"the policy {kind.__name__} has the parameter {lost[0]!r}, but no attribute of that name"
         raise ValueError(f"{fact}, so the folder of a run cannot say what it is; make the class a frozen dataclass")
-    return ":".join(filter(None, [kind.__module__ if is_custom else "", kind.__name__, ",".join(_given(policy))]))
+    return ":".join(filter(None, [kind.__module__ if is_custom else "", kind.__name__, ",".join(_arguments(policy))]))
 
 
-def _given(policy: object) -> list[str]:
+def _arguments(policy: object) -> list[str]:
     values = {name: (getattr(policy, name, default), default) for name, default in _parameters(policy).items()}
     return [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
 
@@ -66,13 +66,12 @@ def max_dividing_devices(available: int, sizes: Mapping[str, int], axes: Sequenc
     members.
     """
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
-    members = sizes.get("member", 1)
-    return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
+    return max((n for n in range(1, available + 1) if size % n == 0 or sizes.get("member", 1) % n == 0), default=1)
 
 
 def divide_devices(
     devices: Sequence[Device],
-    wanted: Mapping[str, int | None],
+    num_devices: Mapping[str, int | None],
     sizes: Mapping[str, int],
     policy: object,
     axes: Sequence[str] = ACTING,
@@ -81,7 +80,7 @@ def divide_devices(
 
     Args:
       devices: the devices.
-      wanted: number of devices of each part; one may be None, the largest remaining number that divides the axes.
+      num_devices: number of devices of each part; one may be None, the largest remaining number that divides the axes.
       sizes: the size of each logical axis.
       policy: the policy, for errors.
       axes: the logical axes that are split over the part with None.
@@ -94,29 +93,31 @@ def divide_devices(
     """
     name = policy_repr(policy)
     # Those of a custom policy may be anything; the standard policies check theirs when they are made.
-    wanted = {part: None if count is None else whole(f"{name}: {part}", count) for part, count in wanted.items()}
-    explicit = sum(count for count in wanted.values() if count is not None)
-    needed = explicit + sum(count is None for count in wanted.values())
-    if len(devices) == 1 and needed == len(wanted):
-        return {part: list(devices) for part in wanted}
-    if needed > len(devices):
-        parts = ", ".join(f"{part}={'1 or more' if count is None else count}" for part, count in wanted.items())
+    num_devices = {part: None if count is None else whole(f"{name}: {part}", count) for part, count in num_devices.items()}
+    explicit = sum(count for count in num_devices.values() if count is not None)
+    total = explicit + sum(count is None for count in num_devices.values())
+    if len(devices) == 1 and total == len(num_devices):
+        return {part: list(devices) for part in num_devices}
+    if total > len(devices):
+        parts = ", ".join(f"{part}={'1 or more' if count is None else count}" for part, count in num_devices.items())
         raise ValueError(
-            f"{name} needs {needed} devices ({parts}), but there are {len(devices)}. "
+            f"{name} needs {total} devices ({parts}), but there are {len(devices)}. "
             "Use fewer, or create more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
             "(`--cpu-devices n` on the command line)"
         )
-    left = len(devices) - explicit
-    counts = {part: max_dividing_devices(left, sizes, axes) if count is None else count for part, count in wanted.items()}
-    taken: dict[str, list[Device]] = {}
+    remaining = len(devices) - explicit
+    counts = {
+        part: max_dividing_devices(remaining, sizes, axes) if count is None else count for part, count in num_devices.items()
+    }
+    devices_by_part: dict[str, list[Device]] = {}
     start = 0
     for part, count in counts.items():
-        taken[part] = list(devices[start : start + count])
+        devices_by_part[part] = list(devices[start : start + count])
         start += count
-    return taken
+    return devices_by_part
 
 
-def _by_name(choice: CodecChoice) -> Mapping[str, str | Codec]:
+def _codecs_by_label(choice: CodecChoice) -> Mapping[str, str | Codec]:
     return choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
 
 
@@ -126,10 +127,12 @@ def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice =
     Raises ValueError on an unknown codec.
     """
     ways = (lower, upper, up), (upper, lower, down)
-    return tuple(Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _by_name(choice).items())
+    return tuple(
+        Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _codecs_by_label(choice).items()
+    )
 
 
-def check_counts(policy: Any, *fields: str) -> None:
+def check_counts(policy: object, *fields: str) -> None:
     """Makes numbers of devices integers; raises ValueError if one is below 1, or is None and not by default."""
     for name in fields:
         if not (getattr(policy, name) is None and getattr(type(policy), name) is None):
@@ -140,7 +143,9 @@ def check_codecs(policy: object, *fields: str) -> None:
     """Raises TypeError if a field of a policy is not a `CodecChoice`."""
     for name in fields:
         choice = getattr(policy, name)
-        if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _by_name(choice).items()):
+        if not all(
+            isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _codecs_by_label(choice).items()
+        ):
             raise TypeError(
                 f"{type(policy).__name__}: {name}={shown(choice)} is not a codec; use the name of one (such as 'bfloat16'; "
                 "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"

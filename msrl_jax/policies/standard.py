@@ -43,8 +43,8 @@ class GPUOnly:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
-        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
-        all_devices = Placement.over("all", used)
+        (mesh_devices,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        all_devices = Placement.over("all", mesh_devices)
         return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=policy_repr(self))
 
 
@@ -67,8 +67,8 @@ class MultiLearner:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
-        (used,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
-        actors, learners = Placement.over("actors", used), Placement.over("learners", used)
+        (mesh_devices,) = divide_devices(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        actors, learners = Placement.over("actors", mesh_devices), Placement.over("learners", mesh_devices)
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
         return Layout(roles, policy=policy_repr(self))
 
@@ -112,17 +112,17 @@ class SingleLearnerCoarse:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors, learners and, if they have separate devices, buffers on disjoint sub-meshes."""
-        own = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
-        others = {"learners": self.learners, **own}
-        buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
-        axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}
-        parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self, axes["actors"])
+        buffer_count = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
+        other_counts = {"learners": self.learners, **buffer_count}
+        buffering = "buffers" if buffer_count else "actors" if self.buffers == "actors" else "learners"
+        axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *other_counts)}
+        parts = _divide(devices, "actors", self.actors, other_counts, self.env_platform, sizes, self, axes["actors"])
         placed = {name: Placement.over(name, part, split=axes_to_split(axes[name])) for name, part in parts.items()}
         actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
-        upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
-        up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
-        codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
+        hops = [("actors", "buffers"), ("buffers", "learners")] if buffer_count else [("actors", "learners")]
+        trajectory_edges = [edge for hop in hops for edge in edges(*hop, up=self.trajectory_codec)]
+        codecs = (*trajectory_edges, *edges("actors", "learners", down=self.parameter_codec))
         return Layout(roles, self.staleness, codecs, policy=policy_repr(self))
 
 
@@ -153,7 +153,7 @@ class SingleLearnerFine:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
-        parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
+        parts = _divide(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
         envs = Placement.over("envs", parts["envs"], split=axes_to_split(ACTING))
         learners = Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
@@ -185,17 +185,17 @@ class Environments:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments on one sub-mesh and agents on another."""
-        wanted = {"agents": self.agents}
+        agent_count = {"agents": self.agents}
         axes = ("agent",) if "agent" in sizes else BUFFERING
         if self.env_platform is not None:
             envs = divide_devices(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
-            agents = divide_devices(devices, wanted, sizes, self, axes)["agents"]
+            agents = divide_devices(devices, agent_count, sizes, self, axes)["agents"]
         elif len(devices) == 1:
             envs, agents = divide_devices(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
         else:
             half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
             envs = divide_devices(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
-            agents = divide_devices(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
+            agents = divide_devices(devices[len(envs) :], agent_count, sizes, self, axes)["agents"]
         env_mesh = Placement.over("envs", envs, split=axes_to_split(ACTING))
         agent_mesh = Placement.over("agents", agents, split=("agent", *BUFFERING, "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
@@ -236,11 +236,11 @@ class Central:
         return Layout(roles, codecs=codecs, policy=policy_repr(self))
 
 
-def _parts(
+def _divide(
     devices: Sequence[Device],
     first: str,
     num_first: int | None,
-    others: Mapping[str, int | None],
+    other_counts: Mapping[str, int | None],
     platform: str | None,
     sizes: Mapping[str, int],
     policy: object,
@@ -248,9 +248,9 @@ def _parts(
 ) -> dict[str, list[Device]]:
     """Returns the devices of each part; those of the first part may be on another platform."""
     if platform is None:
-        return divide_devices(devices, {first: num_first, **others}, sizes, policy, axes)
-    elsewhere = divide_devices(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
-    return elsewhere | divide_devices(devices, others, sizes, policy)
+        return divide_devices(devices, {first: num_first, **other_counts}, sizes, policy, axes)
+    first_devices = divide_devices(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
+    return first_devices | divide_devices(devices, other_counts, sizes, policy)
 
 
 _ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
@@ -282,7 +282,7 @@ def is_custom(policy: str) -> bool:
     return bool(colon) and first.lower() not in map(str.lower, POLICIES)
 
 
-def _is_policy(value: Any) -> bool:
+def _is_policy(value: object) -> bool:
     return isinstance(value, type) and callable(getattr(value, "layout", None))
 
 
@@ -320,12 +320,12 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
             f"policy {policy!r}: 'auto' is for train, and for explain without --devices, and has no parameters; here, use one "
             f"of {', '.join(names())}"
         )
-    name, given = parse_spec(policy, prefixes=True)
-    parameters = given | parameters
-    first, colon, rest = name.partition(":")
+    name, spec_parameters = parse_spec(policy, prefixes=True)
+    parameters = spec_parameters | parameters
+    first, colon, suffix = name.partition(":")
     naming.check_no_file("policy", name)
     if colon and not is_custom(name):
-        raise ValueError(f"cannot read {rest!r} in {policy!r}; write {first}:key=value,key=value")
+        raise ValueError(f"cannot read {suffix!r} in {policy!r}; write {first}:key=value,key=value")
     if colon:
         cls: Any = naming.imported("policy", name, "a class with a method layout(devices, sizes)", _is_policy)
     else:
@@ -333,7 +333,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:
-            others = [n for n, other in POLICIES.items() if name in inspect.signature(other).parameters]
-            hint = f" (a parameter of {' and '.join(others)})" if others else suggestion(name, fields)
+            owners = [n for n, other in POLICIES.items() if name in inspect.signature(other).parameters]
+            hint = f" (a parameter of {' and '.join(owners)})" if owners else suggestion(name, fields)
             raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint}; its parameters are {', '.join(fields)}")
     return get(cls(**parameters))

@@ -57,7 +57,7 @@ def _watched(jaxpr, noted, caller="unknown"):
     for eqn in jaxpr.eqns:
         where = _compat.source_line(eqn) or caller
         if eqn.primitive.name in (*_DRAWS, *_DERIVES):
-            equations += _compat.inlined_at(eqn, functools.partial(_noting, eqn, where, noted))
+            equations += _compat.inline_function(eqn, functools.partial(_noting, eqn, where, noted))
         else:
             new = _compat.replace_jaxprs(eqn, functools.partial(_watched, noted=noted, caller=where))
             equations.append(new.replace(effects=_effects(new, *_compat.sub_jaxprs(new))))

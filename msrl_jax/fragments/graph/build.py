@@ -16,8 +16,8 @@ from msrl_jax._compat import (
     call_body,
     cond_p,
     drop_unused,
-    fresh,
     is_reference,
+    new_var,
     scan_p,
     scan_parts,
     sub_jaxprs,
@@ -37,8 +37,8 @@ def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes
     """
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)
-    consts = [builder.captured(c) for c in closed.consts]
-    state = [fresh(v) for v in jaxpr.invars]
+    consts = [builder.add_constant(c) for c in closed.consts]
+    state = [new_var(v) for v in jaxpr.invars]
     builder.labels.update(zip(state, labels, strict=True))
     nodes: list[Node] = []
     outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
@@ -46,7 +46,7 @@ def build_graph(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes
     return Graph(region, builder.constants, builder.labels, list(axes))
 
 
-def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
+def append_inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
     """Appends code without fragments and captured arrays as nodes at a placement; returns its results."""
     assert not closed.consts, "the code captures arrays"
     builder = _Builder(Layout({}))
@@ -63,20 +63,20 @@ class _Builder:
         self._marks: dict[int, tuple[Jaxpr, list[tuple[str, str]]]] = {}
         self._labelled: dict[tuple[int, tuple[str, ...]], tuple[Jaxpr, list[str]]] = {}
 
-    def captured(self, value: object) -> Var:
+    def add_constant(self, value: object) -> Var:
         var = Var(jax.typeof(value))
         self.constants[var] = value
         self.labels[var] = "captured constant"
         return var
 
-    def marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
+    def find_marks(self, eqn: JaxprEqn) -> list[tuple[str, str]]:
         """Returns the names and roles of the fragments in an equation, in order of appearance."""
-        found = [(eqn.params["name"], eqn.params["role"])] if is_fragment(eqn) else []
+        fragments = [(eqn.params["name"], eqn.params["role"])] if is_fragment(eqn) else []
         for sub in sub_jaxprs(eqn):
             if id(sub) not in self._marks:  # the entry keeps the jaxpr alive, so that its id stays unique
-                self._marks[id(sub)] = sub, list(dict.fromkeys(mark for e in sub.eqns for mark in self.marks(e)))
-            found += self._marks[id(sub)][1]
-        return list(dict.fromkeys(found))
+                self._marks[id(sub)] = sub, list(dict.fromkeys(mark for e in sub.eqns for mark in self.find_marks(e)))
+            fragments += self._marks[id(sub)][1]
+        return list(dict.fromkeys(fragments))
 
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
@@ -84,12 +84,12 @@ class _Builder:
         """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code gets `home` and `role`."""
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
-            marks = self.marks(eqn)
-            found: dict[Placement, str] = {}  # the placements that its fragments need, each with one such fragment
-            for name, needed in marks:
-                found.setdefault(self.layout.placement(needed, name), f"{name!r} (role {needed!r})")
+            marks = self.find_marks(eqn)
+            placements: dict[Placement, str] = {}  # the placements that its fragments need, each with one such fragment
+            for name, fragment_role in marks:
+                placements.setdefault(self.layout.placement(fragment_role, name), f"{name!r} (role {fragment_role!r})")
             ins = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
-            if not found and any(map(is_reference, eqn.outvars)):
+            if not placements and any(map(is_reference, eqn.outvars)):
                 raise ValueError(
                     f"code outside of fragments makes a mutable reference (`{eqn.primitive.name}`), which programs on several "
                     "placements cannot share; carry its value through the loop instead"
@@ -97,7 +97,7 @@ class _Builder:
             if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
                 env.update(zip(eqn.outvars, self.scan_of_no_steps(eqn, ins, home, out), strict=True))
                 continue
-            opened = not is_host_call(eqn) and (len(found) > 1 or any(p.name == HOST for p in found))
+            opened = not is_host_call(eqn) and (len(placements) > 1 or any(p.name == HOST for p in placements))
             if opened:
                 body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
                 if body is not None:
@@ -105,38 +105,38 @@ class _Builder:
                     if is_fragment(eqn):
                         body_role = eqn.params["role"]
                         body_home = self.layout.placement(body_role, eqn.params["name"])
-                    captured = [self.captured(c) for c in body.consts]
+                    constants = [self.add_constant(c) for c in body.consts]
                     env.update(
-                        zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], body_home, out, body_role), strict=True)
+                        zip(eqn.outvars, self.inline(body.jaxpr, [*constants, *ins], body_home, out, body_role), strict=True)
                     )
                     continue
-            outs = [fresh(v) for v in eqn.outvars]
+            outs = [new_var(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             placed = eqn.replace(invars=ins, outvars=outs)
             names = tuple(dict.fromkeys(name for name, _ in marks))
-            roles = frozenset(needed for _, needed in marks)
-            if role is not None and len(found) != 1:
+            roles = frozenset(fragment_role for _, fragment_role in marks)
+            if role is not None and len(placements) != 1:
                 roles |= {role}
             if opened:
-                node = Node(placed, None, names, roles, self.open(placed, found, home, role))
+                node = Node(placed, None, names, roles, self.open_scan(placed, placements, home, role))
             else:
-                node = Node(placed, next(iter(found), home), names, roles)
+                node = Node(placed, next(iter(placements), home), names, roles)
             out.append(node)
-            self.label(node)
+            self.add_labels(node)
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
-    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
+    def open_scan(self, eqn: JaxprEqn, placements: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
         """Returns the body of a scan that spans placements, as a region."""
         if eqn.primitive is not scan_p:
-            raise ValueError(_cannot_span(eqn, found))
+            raise ValueError(_span_error(eqn, placements))
         closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
         jaxpr = drop_unused(closed.jaxpr)
-        args = [fresh(v) for v in jaxpr.invars]
-        captured = [self.captured(c) for c in closed.consts]
+        args = [new_var(v) for v in jaxpr.invars]
+        constants = [self.add_constant(c) for c in closed.consts]
         outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
         self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
         nodes: list[Node] = []
-        outputs = self.inline(jaxpr, [*captured, *args], home, nodes, role)
+        outputs = self.inline(jaxpr, [*constants, *args], home, nodes, role)
         carry, xs = args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
         return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
 
@@ -147,12 +147,12 @@ class _Builder:
         closed = jax.make_jaxpr(lambda: [jax.lax.empty(kind.shape, kind.dtype) for kind in kinds])()
         return [*ins[num_consts : num_consts + num_carry], *self.inline(closed.jaxpr, [], home, out)]
 
-    def label(self, node: Node) -> None:
+    def add_labels(self, node: Node) -> None:
         if node.loop is not None:
-            found = [_label(a, self.labels) for a in [*node.loop.next_carry, *node.loop.results]]
+            labels = [_label(a, self.labels) for a in [*node.loop.next_carry, *node.loop.results]]
         else:
-            found = self.output_labels(node.eqn, self.labels)
-        self.labels.update(zip(node.eqn.outvars, found, strict=True))
+            labels = self.output_labels(node.eqn, self.labels)
+        self.labels.update(zip(node.eqn.outvars, labels, strict=True))
 
     def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
         """Returns the name of each result of an equation: its path in the fragment that makes it, otherwise the first named
@@ -178,15 +178,15 @@ def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
     return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
 
 
-def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
-    places = "; ".join(f"fragment {f} runs at {p}" for p, f in found.items())
+def _span_error(eqn: JaxprEqn, placements: dict[Placement, str]) -> str:
+    places = "; ".join(f"fragment {f} runs at {p}" for p, f in placements.items())
     kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
     remedies = {
         cond_p: "compute both branches and select with jnp.where",
         while_p: "use jax.lax.scan or fori_loop with a fixed length",
     }
     remedy = remedies.get(eqn.primitive, "call the fragments outside it")
-    if any(p.name == HOST for p in found):
+    if any(p.name == HOST for p in placements):
         return f"a {kind} holds calls of the host: {places}. A program cannot wait for them in it; {remedy}"
     return (
         f"a {kind} spans placements: {places}. The host would have to read the device at every step. "

@@ -20,32 +20,33 @@ from msrl_jax._compat import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    PyTreeDef,
     Var,
     call_body,
     equations_in,
     jaxpr_as_fun,
     make_jaxpr_of,
 )
-from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
+from msrl_jax.fragments.graph.marker import add_scope, as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of
 from msrl_jax.fragments.placement import HOST
 from msrl_jax.fragments.support.checks import shown
 
 IN_TRACES = "msrl:"
 """The prefix of names for host time in `jax.profiler` traces."""
 
-_raised: list[Exception] = []
+_last_errors: list[Exception] = []
 """The last exception of a host function."""
 
 
 @contextlib.contextmanager
 def host_errors() -> Iterator[None]:
     """Raises the exception of a function that was called as a callback, instead of JAX's report of it."""
-    _raised.clear()
+    _last_errors.clear()
     try:
         yield
     except jax.errors.JaxRuntimeError:
-        if _raised:
-            raise _raised.pop() from None
+        if _last_errors:
+            raise _last_errors.pop() from None
         raise
 
 
@@ -55,8 +56,8 @@ class HostFunction:
 
     name: str
     fn: Callable[..., Any]
-    arguments: Any  # the tree of its arguments
-    results: Any  # the tree of its results
+    arguments: PyTreeDef  # the tree of its arguments
+    results: PyTreeDef  # the tree of its results
     paths: tuple[str, ...]  # the paths of its results
     kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 
@@ -65,38 +66,38 @@ class HostFunction:
         try:
             return self.start(*leaves)()
         except Exception as error:
-            _raised[:] = [error]
+            _last_errors[:] = [error]
             raise
 
     def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
         """Starts a call; if the function has no `start`, calls it immediately."""
         with jax.profiler.TraceAnnotation(f"{IN_TRACES}wait"):
             args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
-        working = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
+        annotation = jax.profiler.TraceAnnotation(f"{IN_TRACES}host {self.name}")
         if not self.can_start:
-            with working:
-                results = self._checked(self.fn(*args))
+            with annotation:
+                results = self._check_results(self.fn(*args))
             return lambda: results
         # The annotation lasts until the results arrive; other calls may start and end in the meantime.
-        with contextlib.ExitStack() as begun:
-            begun.enter_context(working)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(annotation)
             finish = self.fn.start(*args)  # type: ignore[attr-defined]
-            until_results = begun.pop_all()
+            until_results = stack.pop_all()
 
-        def finished() -> list[np.ndarray]:
+        def wait_for_results() -> list[np.ndarray]:
             with until_results:
-                return self._checked(finish())
+                return self._check_results(finish())
 
-        return finished
+        return wait_for_results
 
     @property
     def can_start(self) -> bool:
         """Whether a call can be started without waiting for its results."""
         return hasattr(self.fn, "start")
 
-    def _checked(self, made: Any) -> list[np.ndarray]:
+    def _check_results(self, result: Any) -> list[np.ndarray]:
         """Copies the results, so that the function may reuse its memory."""
-        leaves, tree = jax.tree.flatten(made)
+        leaves, tree = jax.tree.flatten(result)
         if tree != self.results:
             raise TypeError(f"host fragment {self.name!r} returned {tree}, but declares {self.results}")
         copy = not getattr(self.fn, "makes_new_arrays", False)
@@ -143,11 +144,11 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
             if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
                 where = jax.tree_util.keystr(path)
                 raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
-        named = scoped(title)
-        function = HostFunction(named, fn, arguments, tree, paths, kinds)
+        scoped_name = add_scope(title)
+        function = HostFunction(scoped_name, fn, arguments, tree, paths, kinds)
         body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
-        body = as_inputs(body, named, paths)
-        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=named, role=HOST, host=function))
+        body = as_inputs(body, scoped_name, paths)
+        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=scoped_name, role=HOST, host=function))
 
     return marked
 
@@ -170,30 +171,30 @@ def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """
     values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= zip(closed.jaxpr.invars, args, strict=True)
-    waiting: list[JaxprEqn] = []
+    pending: list[JaxprEqn] = []
 
-    def read(atom: Atom) -> Any:
+    def value_of(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     def run() -> None:
-        made = dict.fromkeys(v for eqn in waiting for v in eqn.outvars)
-        ins = dict.fromkeys(a for eqn in waiting for a in eqn.invars if isinstance(a, Var) and a not in made)
-        if waiting:
-            program = jax.jit(jaxpr_as_fun(make_jaxpr_of(waiting, list(ins), list(made), "initialize")))
-            values.update(zip(made, program(*map(read, ins)), strict=True))
-        waiting.clear()
+        outputs = dict.fromkeys(v for eqn in pending for v in eqn.outvars)
+        inputs = dict.fromkeys(a for eqn in pending for a in eqn.invars if isinstance(a, Var) and a not in outputs)
+        if pending:
+            program = jax.jit(jaxpr_as_fun(make_jaxpr_of(pending, list(inputs), list(outputs), "initialize")))
+            values.update(zip(outputs, program(*map(value_of, inputs)), strict=True))
+        pending.clear()
 
     for eqn in closed.jaxpr.eqns:
         inner = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
         if is_host_call(eqn):
             run()
-            results = map(jnp.asarray, eqn.params["host"](*map(read, eqn.invars)))
+            results = map(jnp.asarray, eqn.params["host"](*map(value_of, eqn.invars)))
         elif inner is not None and calls_host(inner.jaxpr):
             run()
-            results = iter(evaluate_with_host(inner, list(map(read, eqn.invars))))
+            results = iter(evaluate_with_host(inner, list(map(value_of, eqn.invars))))
         else:
-            waiting.append(eqn)
+            pending.append(eqn)
             continue
         values.update(zip(eqn.outvars, results, strict=True))
     run()
-    return list(map(read, closed.jaxpr.outvars))
+    return list(map(value_of, closed.jaxpr.outvars))

@@ -55,7 +55,9 @@ def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, **marks: Any) -> Sequence[Any]:
     return jaxpr_as_fun(call_jaxpr)(*xs)
 
 
-def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: Any) -> tuple[Any, Any]:
+def _batch(
+    axis: Any, xs: Sequence[Any], dims: Sequence[int | None], *, call_jaxpr: ClosedJaxpr, **marks: Any
+) -> tuple[Any, Any]:
     if "host" in marks:
         raise ValueError(
             f"fragment {marks['name']!r} runs on the host, where jax.vmap cannot batch it; run one member at a time (seeds=1), "
@@ -72,11 +74,11 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
             shared[:] = [y for y, is_mapped in zip(ys, mapped, strict=True) if not is_mapped]
             return [y for y, is_mapped in zip(ys, mapped, strict=True) if is_mapped]
 
-        own = iter(
+        mapped_results = iter(
             jax.vmap(evaluate, tuple(dims), 0, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name)(*xs)
         )
-        rest = iter(shared)
-        return [next(own if is_mapped else rest) for is_mapped in mapped]
+        shared_results = iter(shared)
+        return [next(mapped_results if is_mapped else shared_results) for is_mapped in mapped]
 
     closed = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
     body = as_inputs(closed, marks["name"], call_jaxpr.jaxpr.debug_info.result_paths)
@@ -86,33 +88,33 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
     # Keep arguments and results without a tangent symbolic: a tangent of zeros would make 0 * inf = nan downstream.
-    moving = [not isinstance(t, ad.Zero) for t in tangents]
-    moved: list[bool] = []
+    is_active = [not isinstance(t, ad.Zero) for t in tangents]
+    is_active_out: list[bool] = []
 
-    def of_moving(*xs: Any) -> Sequence[Any]:
+    def evaluate(*xs: Any) -> Sequence[Any]:
         it = iter(xs)
-        ys = jaxpr_as_fun(call_jaxpr)(*[next(it) if m else x for x, m in zip(primals, moving, strict=True)])
-        moved[:] = map(is_traced_here, ys)
+        ys = jaxpr_as_fun(call_jaxpr)(*[next(it) if m else x for x, m in zip(primals, is_active, strict=True)])
+        is_active_out[:] = map(is_traced_here, ys)
         return ys
 
     ys, dys = jax.jvp(
-        of_moving,
-        tuple(x for x, m in zip(primals, moving, strict=True) if m),
-        tuple(t for t, m in zip(tangents, moving, strict=True) if m),
+        evaluate,
+        tuple(x for x, m in zip(primals, is_active, strict=True) if m),
+        tuple(t for t, m in zip(tangents, is_active, strict=True) if m),
     )
     zeros = [ad.Zero(aval.to_tangent_aval()) for aval in call_jaxpr.out_avals]
-    return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, moved, strict=True)]
+    return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, is_active_out, strict=True)]
 
 
 def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
     linear = [ad.is_undefined_primal(x) for x in xs]
 
-    def of_linear(*ys: Any) -> Sequence[Any]:
+    def evaluate(*ys: Any) -> Sequence[Any]:
         it = iter(ys)
         return jaxpr_as_fun(call_jaxpr)(*[next(it) if lin else x for x, lin in zip(xs, linear, strict=True)])
 
     avals = [x.aval for x, lin in zip(xs, linear, strict=True) if lin]
-    grads = iter(jax.linear_transpose(of_linear, *avals)(list(map(ad.instantiate_zeros, cotangents))))
+    grads = iter(jax.linear_transpose(evaluate, *avals)(list(map(ad.instantiate_zeros, cotangents))))
     return [next(grads) if lin else None for lin in linear]
 
 
@@ -134,7 +136,7 @@ def is_host_call(eqn: JaxprEqn) -> bool:
     return is_fragment(eqn) and "host" in eqn.params
 
 
-set_dead_code_rule(fragment_p, whole=is_host_call)  # a host function takes and makes all values
+set_dead_code_rule(fragment_p, keeps_all=is_host_call)  # a host function takes and makes all values
 
 
 _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")
@@ -154,7 +156,7 @@ def fragment_scope(scope: str) -> Iterator[None]:
         _scope.reset(token)
 
 
-def scoped(name: str) -> str:
+def add_scope(name: str) -> str:
     """Returns the name of a fragment, with the current scope."""
     return f"{name}/{_scope.get()}" if _scope.get() else name
 
@@ -198,8 +200,8 @@ def fragment(
 def _mark(
     fn: Callable[..., Any], *, role: str | None, name: str | None, static_argnames: str | Sequence[str]
 ) -> Callable[..., Any]:
-    own_name = getattr(fn, "__name__", type(fn).__name__)
-    name, role = str(name or own_name), str(role or own_name)
+    function_name = getattr(fn, "__name__", type(fn).__name__)
+    name, role = str(name or function_name), str(role or function_name)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     signature = inspect.signature(fn)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -215,23 +217,29 @@ def _mark(
     def marked(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
-        fixed: dict[int | str, Any] = {i: a for i, a in enumerate(args) if positional.get(i) in static}
-        fixed |= {k: v for k, v in kwargs.items() if k in static}
-        arrays = [None if i in fixed else a for i, a in enumerate(args)]
-        leaves, tree = jax.tree.flatten((arrays, {k: None if k in fixed else v for k, v in kwargs.items()}))
+        static_values: dict[int | str, Any] = {i: a for i, a in enumerate(args) if positional.get(i) in static}
+        static_values |= {k: v for k, v in kwargs.items() if k in static}
+        arrays = [None if i in static_values else a for i, a in enumerate(args)]
+        leaves, tree = jax.tree.flatten((arrays, {k: None if k in static_values else v for k, v in kwargs.items()}))
         if any(map(_fault, leaves)):
-            given = _leaves(_named(signature, static, args, kwargs))
-            path, fault = next((path, _fault(leaf)) for path, leaf in given.items() if _fault(leaf))
+            arguments = _leaves_by_path(_non_static_arguments(signature, static, args, kwargs))
+            path, fault = next((path, _fault(leaf)) for path, leaf in arguments.items() if _fault(leaf))
             raise TypeError(f"fragment {name!r}: argument {path} is a {fault}")
 
         def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
-            named = _named(signature, static, args, kwargs)
-            before, again = _leaves(named), _leaves(named)  # twice: some types create leaves on access
-            with jax.named_scope(scoped(name)):  # lets profilers and plans find the fragment of an operation
+            args, kwargs = (
+                [static_values.get(i, a) for i, a in enumerate(args)],
+                {k: static_values.get(k, v) for k, v in kwargs.items()},
+            )
+            array_arguments = _non_static_arguments(signature, static, args, kwargs)
+            before, before_again = (
+                _leaves_by_path(array_arguments),
+                _leaves_by_path(array_arguments),
+            )  # twice: some types create leaves on access
+            with jax.named_scope(add_scope(name)):  # lets profilers and plans find the fragment of an operation
                 result = fn(*args, **kwargs)
-            _check_not_changed(name, before, again, _leaves(named), result)
+            _check_not_changed(name, before, before_again, _leaves_by_path(array_arguments), result)
             return result
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
@@ -239,7 +247,7 @@ def _mark(
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
-        title = scoped(name)
+        title = add_scope(name)
         body = as_inputs(closed, title, paths_of(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -247,11 +255,13 @@ def _mark(
     return marked
 
 
-def _check_not_changed(name: str, before: dict[str, Any], again: dict[str, Any], after: dict[str, Any], result: Any) -> None:
+def _check_not_changed(
+    name: str, before: dict[str, Any], before_again: dict[str, Any], after: dict[str, Any], result: Any
+) -> None:
     """Raises TypeError if a fragment replaced or added a leaf of an argument, unless it returns that leaf."""
     returned = {id(x) for x in jax.tree.leaves(result)}
     for path in before | after:
-        changed = path not in before or before[path] is again[path] is not after.get(path)
+        changed = path not in before or before[path] is before_again[path] is not after.get(path)
         if changed and id(after.get(path)) not in returned:
             raise TypeError(
                 f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it gets a "
@@ -274,14 +284,16 @@ def _makes_reference(jaxpr: Jaxpr) -> bool:
     return any(isinstance(v.aval, AbstractRef) for eqn in equations_in(jaxpr) for v in eqn.outvars)
 
 
-def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _non_static_arguments(
+    signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the non-static arguments by name."""
-    named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
-    return {k: v for k, v in named.items() if k not in static}
+    arguments = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
+    return {k: v for k, v in arguments.items() if k not in static}
 
 
-def _leaves(named: dict[str, Any]) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(named)
+def _leaves_by_path(arguments: dict[str, Any]) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
     return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
 
 

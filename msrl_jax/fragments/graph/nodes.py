@@ -56,10 +56,10 @@ class Node:
         return "+".join(dict.fromkeys(_outermost_fragments(self.eqn, set())))
 
     def __str__(self) -> str:
-        what = self.title or self.eqn.primitive.name
+        name = self.title or self.eqn.primitive.name
         if self.loop is not None:
-            return f"loop x{self.loop.length} ({what})"
-        return f"{what} @ {self.placement.name}" if self.placement else f"glue {what}"
+            return f"loop x{self.loop.length} ({name})"
+        return f"{name} @ {self.placement.name}" if self.placement else f"glue {name}"
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class Check:
             )
 
 
-Measured: TypeAlias = tuple[Var, Var, Var]
+CheckScalars: TypeAlias = tuple[Var, Var, Var]
 """Three scalars: whether a codec holds a value, the value's smallest element, and its largest."""
 
 
@@ -130,7 +130,7 @@ class Graph:
     delayed: list[int] = field(default_factory=list)  # positions in the carry of the leaves that have registers
     registers: dict[Var, list[Placement]] = field(default_factory=dict)  # the placements that keep the registers
     # checks of values that a codec might not hold, each with the three scalars that it reads
-    checks: list[tuple[Check, Measured]] = field(default_factory=list)
+    checks: list[tuple[Check, CheckScalars]] = field(default_factory=list)
     packed: dict[Var, Packed] = field(default_factory=dict)  # the variables that contain packed values
 
     @property
@@ -154,26 +154,26 @@ class Graph:
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
     """Returns the nodes that lead to some atoms, in dependency order; `follow` says from which results to continue."""
-    found: list[Node] = []
-    seen: set[Node] = set()
+    nodes: list[Node] = []
+    visited: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)
     while stack:
         top = stack.pop()
         if isinstance(top, Node):
-            found.append(top)
-        elif isinstance(top, Var) and top in producers and producers[top] not in seen and follow(top, producers[top]):
-            seen.add(producers[top])
+            nodes.append(top)
+        elif isinstance(top, Var) and top in producers and producers[top] not in visited and follow(top, producers[top]):
+            visited.add(producers[top])
             stack += [producers[top], *producers[top].eqn.invars]
-    return found
+    return nodes
 
 
-def _outermost_fragments(eqn: JaxprEqn, seen: set[int]) -> Iterator[str]:
+def _outermost_fragments(eqn: JaxprEqn, visited: set[int]) -> Iterator[str]:
     """Yields the names of the fragments in an equation that are in no other fragment; visits no jaxpr twice."""
     if is_fragment(eqn):
         yield eqn.params["name"]
         return
     for sub in sub_jaxprs(eqn):
-        if id(sub) not in seen:
-            seen.add(id(sub))
+        if id(sub) not in visited:
+            visited.add(id(sub))
             for inner in sub.eqns:
-                yield from _outermost_fragments(inner, seen)
+                yield from _outermost_fragments(inner, visited)

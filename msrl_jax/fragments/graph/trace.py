@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax._compat import ClosedJaxpr, PyTreeDef, ShapedArray, Tracer
 from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
 from msrl_jax.fragments.support.checks import shown
@@ -17,10 +17,10 @@ from msrl_jax.fragments.support.checks import shown
 PyTree = Any
 
 # The number of iterations in which the weak types of a state must converge.
-_MOST_CHANGES = 8
+_MAX_WEAK_TYPE_CHANGES = 8
 
 
-def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+def leaf_aval(leaf: object, name: str) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and weak type of a state leaf under `jax.jit`, where 64-bit NumPy arrays may be 32-bit
     arrays.
     """
@@ -60,22 +60,22 @@ class Traced:
     """A traced iteration."""
 
     jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs those of the next state and the metrics
-    metrics: Any  # the structure of the metrics
+    metrics: PyTreeDef  # the structure of the metrics
     # traces the iteration for other weak types of the leaves; returns the jaxpr and the structure of the metrics
-    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
+    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, PyTreeDef]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
         """Whether iterations on leaves with these weak types compute the same values as the traced one.
 
         `jax.jit` traces again for other weak types, and may then compute something else.
         """
-        wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
-        while tuple(weak) not in seen:
-            seen.add(tuple(weak))
+        expected_key, visited = computation_key(self.jaxpr), {_weak_types(self.jaxpr.in_avals)}
+        while tuple(weak) not in visited:
+            visited.add(tuple(weak))
             closed, _ = self.trace_again(weak)
-            if computation_key(closed) != wanted or len(seen) > _MOST_CHANGES:
+            if computation_key(closed) != expected_key or len(visited) > _MAX_WEAK_TYPE_CHANGES:
                 return False
-            weak = _weak(closed.out_avals[: len(weak)])
+            weak = _weak_types(closed.out_avals[: len(weak)])
         return True
 
 
@@ -96,75 +96,76 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
             )
         return result
 
-    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
+    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, PyTreeDef]:
         typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
         closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
-        return _with_own_constants(closed), jax.tree.structure(metrics)
+        return _copy_constants(closed), jax.tree.structure(metrics)
 
     closed, (after, metrics) = jax.make_jaxpr(flat, return_shape=True)(*avals)
-    closed = _with_own_constants(closed)
+    closed = _copy_constants(closed)
     _check_same_structure(state, tree, after)
     after_leaves = jax.tree.leaves(after)
     for path, before, now in zip(paths, avals, after_leaves, strict=True):
         if before.shape != now.shape or before.dtype != now.dtype:
             raise TypeError(
-                f"the iteration changes {path} from {_short(before)} to {_short(now)}; the next state must have the "
+                f"the iteration changes {path} from {_type_text(before)} to {_type_text(now)}; the next state must have the "
                 "shapes and dtypes of the state it was given"
             )
     return _weak_type_fixpoint(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
 
 
-def _with_own_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _copy_constants(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Copies NumPy arrays that the code captures: the caller may write to them later, and a program must not change."""
     return ClosedJaxpr(closed.jaxpr, [c if isinstance(c, jax.Array) else np.array(c) for c in closed.consts])
 
 
-def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
+def _weak_types(avals: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(bool(a.weak_type) for a in avals)
 
 
 def _weak_type_fixpoint(traced: Traced, paths: Sequence[str]) -> Traced:
     """Returns the trace for the weak types to which the state converges, if all iterations compute the same values."""
-    seen: set[tuple[bool, ...]] = set()
+    visited: set[tuple[bool, ...]] = set()
     while True:  # terminates, because weak types repeat, or are new at most _MOST_CHANGES times
-        before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
-        seen.add(before)
-        if after in seen:
+        before, after = _weak_types(traced.jaxpr.in_avals), _weak_types(traced.jaxpr.out_avals[: len(paths)])
+        visited.add(before)
+        if after in visited:
             return traced
         closed, metrics = traced.trace_again(after)
-        if len(seen) > _MOST_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
+        if len(visited) > _MAX_WEAK_TYPE_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
             break
         traced = Traced(closed, metrics, traced.trace_again)
     i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
-    was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
+    kind_before, kind_after = ("weak", "strong") if before[i] else ("strong", "weak")
     aval = traced.jaxpr.in_avals[i]
     raise TypeError(
-        f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes different values for the two: "
-        "jax.jit would promote dtypes differently in the first iteration than in the next. Set the dtype where the "
-        f"state is created and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
+        f"the iteration changes {paths[i]} from {kind_before} to {kind_after} {_type_text(aval)}, and computes different "
+        "values for the two: jax.jit would promote dtypes differently in the first iteration than in the next. Set the dtype "
+        f"where the state is created and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
     )
 
 
-def _short(aval: Any) -> str:
+def _type_text(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}"
 
 
-def _check_same_structure(state: PyTree, tree: Any, after: PyTree) -> None:
+def _check_same_structure(state: PyTree, tree: PyTreeDef, after: PyTree) -> None:
     if jax.tree.structure(after) == tree:
         return
-    was, now = set(paths_of(state)), set(paths_of(after))
-    if missing := sorted(was - now):
-        raise TypeError(f"the iteration returns a state without {_list(missing)}; return every leaf that it was given")
-    if extra := sorted(now - was):
-        raise TypeError(f"the iteration returns a state with {_list(extra)}, which the state it was given lacks")
+    paths_before, paths_after = set(paths_of(state)), set(paths_of(after))
+    if missing_paths := sorted(paths_before - paths_after):
+        raise TypeError(
+            f"the iteration returns a state without {_list_paths(missing_paths)}; return every leaf that it was given"
+        )
+    if extra_paths := sorted(paths_after - paths_before):
+        raise TypeError(f"the iteration returns a state with {_list_paths(extra_paths)}, which the state it was given lacks")
     raise TypeError(
         f"the iteration returns a state of another type: it was given {tree} and returned {jax.tree.structure(after)}"
     )
 
 
-def _list(paths: list[str]) -> str:
-    shown = ", ".join("state" + p for p in paths[:3])
-    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+def _list_paths(paths: list[str]) -> str:
+    return ", ".join("state" + p for p in paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
@@ -172,7 +173,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     None.
     """
 
-    def is_spec(x: Any) -> bool:
+    def is_spec(x: object) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
     for path, spec in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_spec):
@@ -190,41 +191,41 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
             f"`axes` does not match the state: {error}. Use a prefix of the state's tree, such as "
             "type(state)(params=P(), env_state=P('env'), ...)"
         ) from None
-    found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     avals, paths = state_avals(state)
-    for spec, aval, path in zip(found, avals, paths, strict=True):
+    for spec, aval, path in zip(leaf_specs, avals, paths, strict=True):
         entries = [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,))]
-        if wrong := [e for e in entries if not isinstance(e, str | None)]:
+        if invalid := [e for e in entries if not isinstance(e, str | None)]:
             raise ValueError(
-                f"axes of {path} contain {shown(wrong[0])}; name logical axes with strings, such as 'env', in the order of "
+                f"axes of {path} contain {shown(invalid[0])}; name logical axes with strings, such as 'env', in the order of "
                 "the dimensions"
             )
         if len(spec) > len(aval.shape):
             raise ValueError(
-                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most that many"
+                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_type_text(aval)}; name at most that many"
             )
-    return found
+    return leaf_specs
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
     """Logical axis -> the leaves that have it: path, and size along the axis."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    leaves: dict[str, list[tuple[str, int]]] = {}
     for spec, aval, path in zip(specs, *state_avals(state), strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
             for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
-                found.setdefault(axis, []).append((path, int(size)))
-    return found
+                leaves.setdefault(axis, []).append((path, int(size)))
+    return leaves
 
 
 class StateChecker:
     """Checks states against the one that a program was compiled for."""
 
-    def __init__(self, tree: Any, paths: Sequence[str], traced: Traced):
+    def __init__(self, tree: PyTreeDef, paths: Sequence[str], traced: Traced):
         self._tree, self._paths, self._traced = tree, paths, traced
         self._avals = traced.jaxpr.in_avals
-        self._weak_types = {_weak(self._avals)}
+        self._weak_types = {_weak_types(self._avals)}
 
-    def check_tree(self, tree: Any) -> None:
+    def check_tree(self, tree: PyTreeDef) -> None:
         """Raises ValueError if a state has a different structure."""
         if tree != self._tree:
             raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
@@ -240,14 +241,14 @@ class StateChecker:
                 "and jax.vmap do not apply to it. Call it on arrays, outside them; apply them to what the iteration calls"
             )
         avals = [leaf_aval(x, path) for x, path in zip(flat, self._paths, strict=True)]
-        for x, found, want, path in zip(flat, avals, self._avals, self._paths, strict=True):
-            if found.shape != want.shape or found.dtype != want.dtype:
+        for x, aval, expected, path in zip(flat, avals, self._avals, self._paths, strict=True):
+            if aval.shape != expected.shape or aval.dtype != expected.dtype:
                 raise ValueError(
-                    f"{path} is {found.dtype}{list(found.shape)}, but the program was compiled for "
-                    f"{want.dtype}{list(want.shape)}"
+                    f"{path} is {aval.dtype}{list(aval.shape)}, but the program was compiled for "
+                    f"{expected.dtype}{list(expected.shape)}"
                 )
             check_not_donated(x, path)
-        weak = _weak(avals)
+        weak = _weak_types(avals)
         if weak not in self._weak_types:
             if not self._traced.computes_the_same(weak):
                 i = next(i for i, a in enumerate(self._avals) if weak[i] != a.weak_type)
@@ -260,7 +261,7 @@ class StateChecker:
             self._weak_types.add(weak)
 
 
-def check_not_donated(x: Any, name: str) -> None:
+def check_not_donated(x: object, name: str) -> None:
     """Raises RuntimeError if an array was donated or deleted, with a remedy."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(

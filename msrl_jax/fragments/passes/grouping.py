@@ -36,37 +36,37 @@ def _join_earliest(region: Region, places: Mapping[Node, Sequence[Placement]]) -
     """Groups nodes into programs: each joins the earliest program of its placement that then waits for nothing new."""
     groups: list[ProgramNodes] = []
     joinable: dict[Placement | None, list[ProgramNodes]] = defaultdict(list)
-    made_in: dict[tuple[Var, Placement | None], ProgramNodes] = {}
+    producers: dict[tuple[Var, Placement | None], ProgramNodes] = {}
     last_effect: set[ProgramNodes] = set()
-    before = _host_calls_before(region)
+    earlier_calls = _host_calls_before(region)
 
-    def sources(node: Node, at: Placement | None) -> set[ProgramNodes]:
-        found: set[ProgramNodes] = set()
+    def find_sources(node: Node, placement: Placement | None) -> set[ProgramNodes]:
+        source_groups: set[ProgramNodes] = set()
         for atom in node.eqn.invars:
             if isinstance(atom, Var):
-                local = made_in.get((atom, at)) or made_in.get((atom, None))
+                local = producers.get((atom, placement)) or producers.get((atom, None))
                 if local is not None:
-                    found.add(local)
-                found |= before.get(atom, set())
-        return found
+                    source_groups.add(local)
+                source_groups |= earlier_calls.get(atom, set())
+        return source_groups
 
     for node in region.nodes:
-        for at in [None] if node.loop is not None else places[node]:
-            direct = sources(node, at) | (last_effect if node.has_effects else set())
+        for placement in [None] if node.loop is not None else places[node]:
+            direct = find_sources(node, placement) | (last_effect if node.has_effects else set())
             waits_for = direct.union(*(g.waits_for for g in direct))
-            alone = at is None or node.is_host_call
-            group = None if alone else next((g for g in joinable[at] if waits_for - {g} <= g.waits_for), None)
+            is_alone = placement is None or node.is_host_call
+            group = None if is_alone else next((g for g in joinable[placement] if waits_for - {g} <= g.waits_for), None)
             if group is None:
-                group = ProgramNodes(at, [], waits_for)
+                group = ProgramNodes(placement, [], waits_for)
                 groups.append(group)
-                if not alone:
-                    joinable[at].append(group)
+                if not is_alone:
+                    joinable[placement].append(group)
             group.nodes.append(node)
             if node.has_effects:
                 last_effect = {group}
             for var in node.eqn.outvars:
-                made_in[var, at] = group
-                made_in.setdefault((var, None), group)
+                producers[var, placement] = group
+                producers.setdefault((var, None), group)
     return groups
 
 
@@ -75,15 +75,15 @@ def _host_calls_before(region: Region) -> dict[Var, set[ProgramNodes]]:
 
     They count as dependencies, so that code that waits for one call is not merged with code that waits for another.
     """
-    found: dict[Var, set[ProgramNodes]] = {}
+    calls: dict[Var, set[ProgramNodes]] = {}
     for node in region.nodes:
-        sources = set().union(*(found.get(a, set()) for a in node.eqn.invars if isinstance(a, Var)))
+        sources = set().union(*(calls.get(a, set()) for a in node.eqn.invars if isinstance(a, Var)))
         if node.is_host_call:
             sources = {ProgramNodes(node.placement, [node])}
         if sources:
-            found.update(dict.fromkeys(node.eqn.outvars, sources))
+            calls.update(dict.fromkeys(node.eqn.outvars, sources))
     pairs = zip(region.carry, region.next_carry, strict=True)
-    return {var: found[out] for var, out in pairs if isinstance(out, Var) and out in found}
+    return {var: calls[out] for var, out in pairs if isinstance(out, Var) and out in calls}
 
 
 def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
@@ -94,8 +94,8 @@ def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
     for group in list(groups):
         if group.placement is None or any(n.fragments or n.has_effects for n in group.nodes):
             continue
-        made = {v for n in group.nodes for v in n.eqn.outvars}
-        readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]
+        outputs = {v for n in group.nodes for v in n.eqn.outvars}
+        readers = [g for g in groups if g is not group and _reads(g, outputs, [o for o in groups if o is not group])]
         if len(readers) == 1 and readers[0].placement == group.placement and not readers[0].is_host_call:
             into = readers[0]
             if not {g for g in into.waits_for if g.is_host_call} <= group.waits_for:
@@ -112,7 +112,7 @@ def _merge_into_single_reader(groups: list[ProgramNodes]) -> list[ProgramNodes]:
     return groups
 
 
-def _reads(reader: ProgramNodes, made: set[Var], groups: list[ProgramNodes]) -> bool:
+def _reads(reader: ProgramNodes, variables: set[Var], groups: list[ProgramNodes]) -> bool:
     """Whether a group reads any of these variables, except those that its own placement also makes."""
-    own = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
-    return any(a in made and a not in own for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))
+    local_variables = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
+    return any(a in variables and a not in local_variables for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))

@@ -211,11 +211,11 @@ class Schedule:
     @property
     def free_index(self) -> int:
         """The first number that no value has, for values that a pass adds."""
-        made = [v for i, _ in walk(self.body) for v in i.makes()]
+        results = [v for i, _ in walk(self.body) for v in i.makes()]
         loops = [i for i, _ in walk(self.body) if isinstance(i, Loop)]
-        inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.body_in, c.body_out)))]
-        known = [*made, *inside, *self.constants, *(v for copies in self.inputs for v in copies)]
-        return 1 + max((v.index for v in known), default=-1)
+        loop_values = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.body_in, c.body_out)))]
+        all_values = [*results, *loop_values, *self.constants, *(v for copies in self.inputs for v in copies)]
+        return 1 + max((v.index for v in all_values), default=-1)
 
     def __str__(self) -> str:
         return "\n".join(str(i) for i in self.body)

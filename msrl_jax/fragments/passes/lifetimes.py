@@ -21,12 +21,12 @@ def add_lifetimes(schedule: Schedule) -> Schedule:
 
     carried = {v for copies in schedule.inputs for v in copies}
     leaves = [v for copies in schedule.outputs for v in copies]
-    measured = [v for _, scalars in schedule.checks for v in scalars]
-    body, leaves, later = _manage_memory(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
-    leaf, rest = iter(leaves), iter(later)
+    check_values = [v for _, scalars in schedule.checks for v in scalars]
+    body, leaves, later = _manage_memory(schedule.body, carried, leaves, [*schedule.metrics, *check_values], copy_of)
+    leaf, later_values = iter(leaves), iter(later)
     outputs = tuple(tuple(next(leaf) for _ in copies) for copies in schedule.outputs)
-    metrics = tuple(next(rest) for _ in schedule.metrics)
-    checks = tuple((check, (next(rest), next(rest), next(rest))) for check, _ in schedule.checks)
+    metrics = tuple(next(later_values) for _ in schedule.metrics)
+    checks = tuple((check, (next(later_values), next(later_values), next(later_values))) for check, _ in schedule.checks)
     return replace(schedule, body=body, outputs=outputs, metrics=metrics, checks=checks)
 
 
@@ -46,41 +46,41 @@ def _manage_memory(
     owned = carried.union(*(i.makes() for i in instructions))
     tail: list[Instruction] = []
 
-    def copied(value: Value, into: list[Instruction]) -> Value:
+    def append_copy(value: Value, into: list[Instruction]) -> Value:
         result = copy_of(value)
         into.append(Move((value,), (result,)))
         return result
 
-    taken: set[Value] = set()
-    left: list[Value] = []
+    leaf_buffers: set[Value] = set()
+    next_leaves: list[Value] = []
     for v in leaves:
-        if v in taken or v not in owned:
-            v = copied(v, tail)
-        taken.add(v)
-        left.append(v)
-    later = [copied(v, tail) if v in taken else v for v in read_later]
+        if v in leaf_buffers or v not in owned:
+            v = append_copy(v, tail)
+        leaf_buffers.add(v)
+        next_leaves.append(v)
+    later = [append_copy(v, tail) if v in leaf_buffers else v for v in read_later]
 
-    live = {*left, *later}
-    done: list[Instruction] = []
+    live = {*next_leaves, *later}
+    reversed_body: list[Instruction] = []
     for i in reversed([*instructions, *tail]):
         consumed: set[Value] = set()
         before: list[Instruction] = []
         if isinstance(i, Loop):
-            i, before, consumed = _give(i, live, owned, copied)
+            i, before, consumed = _copy_shared_inits(i, live, owned, append_copy)
         elif isinstance(i, RunProgram):
-            i = replace(i, donated=_donated(i, live, owned))
+            i = replace(i, donated=_donatable_inputs(i, live, owned))
             consumed = {i.inputs[k] for k in i.donated} | {b for b, _ in i.writes}
         dead = {v for v in [*i.reads(), *i.makes()] if v in owned and v not in live and v not in consumed}
         if dead:
-            done.append(Free(tuple(sorted(dead, key=lambda v: v.index))))
-        done.append(i)
+            reversed_body.append(Free(tuple(sorted(dead, key=lambda v: v.index))))
+        reversed_body.append(i)
         live -= set(i.makes())
         live |= set(i.reads())
         for c in reversed(before):
-            done.append(c)
+            reversed_body.append(c)
             live -= set(c.makes())
             live |= set(c.reads())
-    return tuple(reversed(done)), left, later
+    return tuple(reversed(reversed_body)), next_leaves, later
 
 
 def _manage_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
@@ -90,30 +90,30 @@ def _manage_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
     return replace(loop, body=body, carry=carry)
 
 
-def _give(
-    loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Value, list[Instruction]], Value]
+def _copy_shared_inits(
+    loop: Loop, live: set[Value], owned: set[Value], append_copy: Callable[[Value, list[Instruction]], Value]
 ) -> tuple[Loop, list[Instruction], set[Value]]:
     """Copies the initial values that a loop may not consume."""
     before: list[Instruction] = []
-    given: set[Value] = set()
+    initial_values: set[Value] = set()
     carry: list[LoopCarry] = []
     for c in loop.carry:
         init = c.init
-        if init in live or init not in owned or init in loop.consts or init in given:
-            init = copied(init, before)
-        given.add(init)
+        if init in live or init not in owned or init in loop.consts or init in initial_values:
+            init = append_copy(init, before)
+        initial_values.add(init)
         carry.append(replace(c, init=init))
-    return replace(loop, carry=tuple(carry)), before, given
+    return replace(loop, carry=tuple(carry)), before, initial_values
 
 
-def _donated(run: RunProgram, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
+def _donatable_inputs(run: RunProgram, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
     """Positions of inputs that are not read later and whose memory a result can reuse."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())
-    found = []
+    positions = []
     for k, v in enumerate(run.inputs):
         kind = (v.aval.shape, v.aval.dtype)
         if v in owned and v not in live and uses[v] == 1 and k not in run.rows and room[kind] > 0:
             room[kind] -= 1
-            found.append(k)
-    return tuple(found)
+            positions.append(k)
+    return tuple(positions)

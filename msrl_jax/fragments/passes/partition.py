@@ -21,8 +21,8 @@ def _partition(region: Region, registers: Mapping[Var, list[Placement]], default
     carry_placements = [places.home[v] for v in region.carry]
     available_at = dict(zip(region.carry, carry_placements, strict=True))
     available_at |= {v: places.made_at(node, i) for node in region.nodes for i, v in enumerate(node.eqn.outvars)}
-    needed = {v: places.needed_at([v]) for v in region.inputs}
+    needed_at = {v: places.needed_at([v]) for v in region.inputs}
     for out in region.results:
         if isinstance(out, Var) and (out in region.consts or out in region.xs) and out not in places.readers:
-            needed[out] = [default]
-    return Partition(region, group_nodes(region, places.nodes), available_at, needed, carry_placements, loops)
+            needed_at[out] = [default]
+    return Partition(region, group_nodes(region, places.nodes), available_at, needed_at, carry_placements, loops)

@@ -20,11 +20,10 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
         raise TypeError(f"devices={shown(devices)} must be a sequence of devices, such as jax.devices()[:4]")
     if not devices:
         raise ValueError("devices is empty; pass at least one, such as jax.devices()[:1], or omit it to use all")
-    if wrong := [device for device in devices if not hasattr(device, "process_index")]:
-        raise TypeError(f"devices has {shown(wrong[0])}, which is not a device; use those of jax.devices()")
-    twice = [device for i, device in enumerate(devices) if device in devices[:i]]
-    if twice:
-        raise ValueError(f"devices has {twice[0]} twice; pass every device once")
+    if invalid := [device for device in devices if not hasattr(device, "process_index")]:
+        raise TypeError(f"devices has {shown(invalid[0])}, which is not a device; use those of jax.devices()")
+    if duplicates := [device for i, device in enumerate(devices) if device in devices[:i]]:
+        raise ValueError(f"devices has {duplicates[0]} twice; pass every device once")
     return tuple(devices)
 
 
@@ -33,24 +32,24 @@ def round_robin_by_process(devices: Sequence[Device]) -> tuple[Device, ...]:
 
     A policy then uses equally many devices of each process, so that parts exchange data within a process.
     """
-    hands: dict[int, list[Device]] = {}
+    devices_by_process: dict[int, list[Device]] = {}
     for device in devices:
-        hands.setdefault(device.process_index, []).append(device)
-    turns = itertools.zip_longest(*hands.values())
-    return tuple(device for turn in turns for device in turn if device is not None)
+        devices_by_process.setdefault(device.process_index, []).append(device)
+    rounds = itertools.zip_longest(*devices_by_process.values())
+    return tuple(device for devices_of_round in rounds for device in devices_of_round if device is not None)
 
 
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Splits only members, where divisible: members are independent, so no reduction spans devices."""
 
-    def only_members(placement: Placement) -> Placement:
+    def split_only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
         if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
             return placement
-        others = [rule for rule in placement.rules if rule[0] != "member"]
-        return replace(placement, rules=(*rules, *others), separate=())
+        other_rules = [rule for rule in placement.rules if rule[0] != "member"]
+        return replace(placement, rules=(*rules, *other_rules), separate=())
 
-    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
+    return replace(layout, roles={role: split_only_members(placement) for role, placement in layout.roles.items()})
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,15 @@ class PlacedPolicy:
         if not isinstance(layout, Layout):
             raise TypeError(f"{shown(self.policy)}.layout(...) returned {shown(layout)}; return a msrl_jax.policies.Layout")
         layout = _members_first(layout, self.sizes)
-        known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
+        axes = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
         for axis, leaves in self.leaves.items():
-            if axis not in known:
+            if axis not in axes:
                 raise ValueError(
                     f"axes of {leaves[0][0]} name the logical axis {axis!r}, which no placement of {layout.policy} splits"
-                    f"{suggestion(axis, known)}; the axes are {', '.join(dict.fromkeys(known))}"
+                    f"{suggestion(axis, axes)}; the axes are {', '.join(dict.fromkeys(axes))}"
                 )
         for placement in layout.placements:
-            self._check(placement, layout.policy)
+            self._check_divides(placement, layout.policy)
         return layout
 
     @property
@@ -103,29 +102,29 @@ class PlacedPolicy:
         for axis, group in self.groups.items():
             if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
                 raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")
-            if axis not in (known := [*AXES, *self.leaves]):
-                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, known)}")
+            if axis not in (axes := [*AXES, *self.leaves]):
+                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, axes)}")
             for path, size in self.leaves.get(axis, ()):
                 if size % group:
                     raise ValueError(
                         f"groups[{axis!r}]={group} does not divide the {size} entries of {path}; use a divisor of {size}"
                     )
 
-    def _check(self, placement: Placement, policy: str) -> None:
-        given = [rule for rule in placement.rules if rule[0] in self.leaves]
+    def _check_divides(self, placement: Placement, policy: str) -> None:
+        rules = [rule for rule in placement.rules if rule[0] in self.leaves]
         # The first axis determines the split. Other axes stay whole unless they divide or belong to separate arrays.
-        for axis, mesh_axis in (rule for rule in given if rule[0] in (given[0][0], *placement.separate)):
+        for axis, mesh_axis in (rule for rule in rules if rule[0] in (rules[0][0], *placement.separate)):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
-                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
+                in_groups = f" in groups of {group}, which stay on one device" if group > 1 else ""
                 raise ValueError(
-                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
-                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{self._describe_indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}{in_groups}; use a multiple of {ways * group}, or give {placement.name!r} "
                     f"{' or '.join(map(str, fit))} devices in {policy}"
                 )
 
-    def _indivisible(self, axis: str, ways: int) -> str:
+    def _describe_indivisible(self, axis: str, ways: int) -> str:
         """Describes the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:

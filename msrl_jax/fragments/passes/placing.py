@@ -50,11 +50,11 @@ class Partition:
         """
         if i < len(self.carry_placements):
             return self.carry_placements[i]
-        out, found = self.region.results[i - len(self.carry_placements)], list[Placement | None]()
+        out, placements = self.region.results[i - len(self.carry_placements)], list[Placement | None]()
         if isinstance(out, Var):
             readers = (g.placement for g in self.groups for n in g.nodes if out in n.eqn.invars)
-            found = [*self.available_at.get(out, ()), *self.needed_at.get(out, ()), *readers]
-        return list(dict.fromkeys(p for p in found if p is not None)) or [next(self.program_placements())]
+            placements = [*self.available_at.get(out, ()), *self.needed_at.get(out, ()), *readers]
+        return list(dict.fromkeys(p for p in placements if p is not None)) or [next(self.program_placements())]
 
 
 _Reader: TypeAlias = Node | Var | Sequence[Placement]
@@ -72,14 +72,14 @@ class Places:
 
     def needed_at(self, variables: Iterable[Var]) -> list[Placement]:
         """Returns the placements that read some variables."""
-        found: dict[Placement, None] = {}
+        placements: dict[Placement, None] = {}
         for reader in (r for v in variables for r in self.readers.get(v, ())):
             if isinstance(reader, Node):
                 reader = self.nodes.get(reader, ())
             elif isinstance(reader, Var):
                 reader = self.home.get(reader, ())
-            found.update(dict.fromkeys(reader))
-        return list(found)
+            placements.update(dict.fromkeys(reader))
+        return list(placements)
 
     def made_at(self, node: Node, i: int) -> list[Placement]:
         """Returns the placements that have a node's i-th result; none if the node is not placed yet."""
@@ -100,7 +100,7 @@ def place(
     # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
     fragments = {n: [n.placement] for n in region.nodes if n.placement is not None}
     places = Places(fragments, dict(registers), loops, _readers(region, loops))
-    free = _replicable(region, registers)
+    free = _find_replicable(region, registers)
     _place_dependents(places, region, free)
     # 2. A node with effects runs once, where it is read first.
     for node in region.nodes:
@@ -111,12 +111,12 @@ def place(
     free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in places.nodes]
     free_carry = [v for v in region.carry if v in free]
     _place_where_needed(places, free_glue, free_carry)
-    # 4. What no placed node needs is at the default placement, with what it reads.
+    # 4. Values that no placed node needs are at the default placement, with their inputs.
     for var in region.carry:
         places.home.setdefault(var, [default])
     results = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
-    _place_what_is_left(places, free_glue, free_carry, results, default)
-    places.home.update({v: one_per_mesh(at) for v, at in places.home.items()})
+    _place_remaining(places, free_glue, free_carry, results, default)
+    places.home.update({v: one_per_mesh(placements) for v, placements in places.home.items()})
     return places
 
 
@@ -145,8 +145,8 @@ def _place_dependents(places: Places, region: Region, free: Set[Atom]) -> None:
                 places.nodes[node] = located(deepest)[:1]
                 changed = True
         for var, out in zip(region.carry, region.next_carry, strict=True):
-            if var not in places.home and var not in free and (at := located(out)):
-                places.home[var] = at
+            if var not in places.home and var not in free and (placements := located(out)):
+                places.home[var] = placements
                 changed = True
 
 
@@ -157,12 +157,12 @@ def _place_where_needed(places: Places, free_glue: Sequence[Node], free_carry: S
         before = [places.nodes[n] for n in free_glue], dict(places.home)
         for node in free_glue:
             places.nodes[node] = places.needed_at(node.eqn.outvars)
-        places.home.update({v: at for v in free_carry if (at := places.needed_at([v]))})
+        places.home.update({v: placements for v in free_carry if (placements := places.needed_at([v]))})
         if before == ([places.nodes[n] for n in free_glue], places.home):
             return
 
 
-def _place_what_is_left(
+def _place_remaining(
     places: Places, free_glue: Sequence[Node], free_carry: Sequence[Var], results: Set[Var], default: Placement
 ) -> None:
     """Glue that only a counter or a metric needs runs at the default placement, and what it reads is there, too."""
@@ -170,30 +170,30 @@ def _place_what_is_left(
     while grew:
         grew = False
         for node in free_glue:
-            at = list(dict.fromkeys([*places.nodes[node], *places.needed_at(node.eqn.outvars)]))
-            if not at and any(v in results for v in node.eqn.outvars):
-                at = [default]
-            if at != places.nodes[node]:
-                places.nodes[node], grew = at, True
+            placements = list(dict.fromkeys([*places.nodes[node], *places.needed_at(node.eqn.outvars)]))
+            if not placements and any(v in results for v in node.eqn.outvars):
+                placements = [default]
+            if placements != places.nodes[node]:
+                places.nodes[node], grew = placements, True
         for var in free_carry:
-            at = list(dict.fromkeys([*places.home[var], *places.needed_at([var])]))
-            if at != places.home[var]:
-                places.home[var], grew = at, True
+            placements = list(dict.fromkeys([*places.home[var], *places.needed_at([var])]))
+            if placements != places.home[var]:
+                places.home[var], grew = placements, True
 
 
 def _first_reader(places: Places, region: Region, node: Node) -> Placement | None:
     """Returns the placement of the first placed node that reads a node's results, directly or through glue, if any."""
-    reached = set(node.eqn.outvars)
+    variables = set(node.eqn.outvars)
     for reader in region.nodes:
-        if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
+        if variables.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
             continue
         if reader in places.nodes:
             return places.nodes[reader][0]
-        reached.update(reader.eqn.outvars)
+        variables.update(reader.eqn.outvars)
     return None
 
 
-def _replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+def _find_replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
     """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
     while True:  # terminates, because `carried` shrinks every time
@@ -222,17 +222,17 @@ def _readers(region: Region, loops: Mapping[Node, Partition]) -> dict[Var, list[
     """Returns the readers of each variable, in program order."""
     readers: dict[Var, list[_Reader]] = {}
 
-    def read(atom: Atom, reader: _Reader) -> None:
+    def add_reader(atom: Atom, reader: _Reader) -> None:
         if isinstance(atom, Var):
             readers.setdefault(atom, []).append(reader)
 
     for node in region.nodes:
         if node in loops:
-            for atom, at in zip(node.eqn.invars, loops[node].inputs_at, strict=True):
-                read(atom, at)
+            for atom, placements in zip(node.eqn.invars, loops[node].inputs_at, strict=True):
+                add_reader(atom, placements)
         else:
             for atom in node.eqn.invars:
-                read(atom, node)
+                add_reader(atom, node)
     for atom, var in zip(region.next_carry, region.carry, strict=True):
-        read(atom, var)
+        add_reader(atom, var)
     return readers

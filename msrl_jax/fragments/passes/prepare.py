@@ -1,7 +1,7 @@
 """Prepares a program for a placement: correct if split, and with fewer kernels where their number matters."""
 
 from msrl_jax._compat import ClosedJaxpr
-from msrl_jax.fragments.passes.compact import compacted, is_single_accelerator
+from msrl_jax.fragments.passes.compact import combine_small_arrays, is_single_accelerator
 from msrl_jax.fragments.passes.known_faults import warn_of_known_faults
 from msrl_jax.fragments.passes.repairs import apply_xla_workarounds
 from msrl_jax.fragments.placement import Placement
@@ -13,4 +13,4 @@ def prepare_for_placement(program: ClosedJaxpr, placement: Placement) -> ClosedJ
     """
     warn_of_known_faults(program, placement.mesh)
     program = apply_xla_workarounds(program, placement.mesh)
-    return compacted(program) if is_single_accelerator(placement) else program
+    return combine_small_arrays(program) if is_single_accelerator(placement) else program

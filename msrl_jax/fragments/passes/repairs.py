@@ -43,10 +43,10 @@ from msrl_jax._compat import (
     Var,
     aval,
     call_body,
-    inlined_at,
+    inline_function,
     jaxpr_as_fun,
     replace_jaxprs,
-    rewritten,
+    rewrite_equations,
     scan_p,
     scan_parts,
     sub_jaxprs,
@@ -74,7 +74,7 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         return closed
     overlapping = {id(eqn) for eqn in _overlapping_updates(closed.jaxpr)} if on_cpu else set()
 
-    def repaired(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> list[JaxprEqn]:
+    def repair_equation(eqn: JaxprEqn, rewrite: Callable[[Jaxpr], Jaxpr]) -> list[JaxprEqn]:
         repair = _repair(eqn, mesh) if mesh.size > 1 else None
         if eqn.primitive is scan_p and scan_parts(eqn).length == 0 and eqn.effects:
             repair = _no_steps(eqn)
@@ -82,10 +82,10 @@ def apply_xla_workarounds(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
             compute = repair or partial(eqn.primitive.bind, **eqn.params)
             repair = lambda *xs: jax.lax.optimization_barrier(compute(*xs))
         if repair is not None:
-            return inlined_at(eqn, repair)
-        return [eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, of)]
+            return inline_function(eqn, repair)
+        return [eqn if eqn.primitive.name in _OPAQUE else replace_jaxprs(eqn, rewrite)]
 
-    return rewritten(closed, repaired)
+    return rewrite_equations(closed, repair_equation)
 
 
 def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
@@ -94,31 +94,33 @@ def _repair(eqn: JaxprEqn, mesh: Mesh) -> Callable[..., Any] | None:
     """
     name, p = eqn.primitive.name, eqn.params
     bind = partial(eqn.primitive.bind, **p)
-    whole = partial(_whole, mesh)
+    replicate = partial(_replicate, mesh)
     is_float = bool(eqn.invars) and jnp.issubdtype(getattr(eqn.invars[0].aval, "dtype", bool), jnp.floating)
     if name == "pad" and any(low < 0 < inner for low, _, inner in p["padding_config"]):
-        return lambda x, value: _pad_then_slice(_fenced([x])[0], value, p["padding_config"])
+        return lambda x, value: _pad_then_slice(_behind_barrier([x])[0], value, p["padding_config"])
     if name.startswith("reduce_window") and any(low < 0 for low, _ in p["padding"]) and max(p["base_dilation"]) > 1:
-        return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs]))
+        return lambda *xs: bind(
+            *_behind_barrier([replicate(x, [i > 1 for i in p["base_dilation"]]) if x.ndim else x for x in xs])
+        )
     if JAXLIB < (0, 12) and name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
-        return lambda *xs: bind(*_fenced(xs))
+        return lambda *xs: bind(*_behind_barrier(xs))
     if name == "select_and_scatter_add":
-        return lambda *xs: bind(*_fenced([whole(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
-    if name == "conv_general_dilated" and any(map(any, windows := _windowed(eqn))):
-        return lambda *xs: bind(*map(whole, xs, windows))
+        return lambda *xs: bind(*_behind_barrier([replicate(x, [i > 1 for i in p["window_dimensions"]]) for x in xs]))
+    if name == "conv_general_dilated" and any(map(any, windows := _windowed_dims(eqn))):
+        return lambda *xs: bind(*map(replicate, xs, windows))
     if name == "fft":
-        return lambda x: bind(whole(x, [d >= x.ndim - len(p["fft_lengths"]) for d in range(x.ndim)]))
+        return lambda x: bind(replicate(x, [d >= x.ndim - len(p["fft_lengths"]) for d in range(x.ndim)]))
     if name == "dynamic_update_slice" and not all(isinstance(v, Literal) for v in eqn.invars[2:]):
-        return lambda x, update, *starts: bind(x, update, *_clamped(x, update, starts))
+        return lambda x, update, *starts: bind(x, update, *_clamp_starts(x, update, starts))
     if name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
-        return _bitwise(eqn)
+        return _bitwise_reduction(eqn)
     if name in ("reduce_max", "reduce_min") and is_float:
         return lambda x: jnp.where(jax.lax.reduce_max((x != x).astype(jnp.int8), p["axes"]) > 0, jnp.nan, bind(x))
     if name in ("scatter-max", "scatter-min") and is_float:
-        return lambda x, *updates: bind(x, *_whole_updates(eqn, updates, whole))
+        return lambda x, *updates: bind(x, *_replicate_updates(eqn, updates, replicate))
     if name == "reduce" and len(eqn.invars) == 2:
         computation = jaxpr_as_fun(p["jaxpr"])
-        return _gathered(lambda a, b: computation(a, b)[0], p["dimensions"])
+        return _gathering_reduction(lambda a, b: computation(a, b)[0], p["dimensions"])
     if name == "mulhi":
         return _upper_half
     return None
@@ -129,29 +131,29 @@ def _no_steps(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
     _, num_consts, num_carry, _, _ = scan_parts(eqn)
     stacks = [aval(v) for v in eqn.outvars[num_carry:]]
 
-    def results(*xs: jax.Array) -> list[jax.Array]:
+    def compute(*xs: jax.Array) -> list[jax.Array]:
         carry = jax.lax.optimization_barrier(list(xs[num_consts : num_consts + num_carry]))
         return [*carry, *(jax.lax.empty(kind.shape, kind.dtype) for kind in stacks)]
 
-    return results
+    return compute
 
 
 def _overlapping_updates(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields the equations that update a part of an array by values computed from the same inputs as the array."""
-    stack, seen = [(jaxpr, False)], set[tuple[int, bool]]()
+    stack, visited = [(jaxpr, False)], set[tuple[int, bool]]()
     while stack:
         current, related = stack.pop()
         inputs = (*current.constvars, *current.invars)
         # The inputs from which a value is computed, as bits. The inputs of a call may come from one array.
         sources: dict[Atom, int] = {v: 1 if related else 1 << i for i, v in enumerate(inputs)}
         for eqn in current.eqns:
-            of = [sources.get(a, 0) if isinstance(a, Var) else 0 for a in eqn.invars]
-            sources |= dict.fromkeys(eqn.outvars, reduce(operator.or_, of, 0))
-            if (update := _one_update(eqn)) and of[0] & sources.get(update, 0):
+            input_sources = [sources.get(a, 0) if isinstance(a, Var) else 0 for a in eqn.invars]
+            sources |= dict.fromkeys(eqn.outvars, reduce(operator.or_, input_sources, 0))
+            if (update := _one_update(eqn)) and input_sources[0] & sources.get(update, 0):
                 yield eqn
             is_call = call_body(eqn) is not None
-            new = [sub for sub in sub_jaxprs(eqn) if (id(sub), is_call) not in seen]
-            seen |= {(id(sub), is_call) for sub in new}
+            new = [sub for sub in sub_jaxprs(eqn) if (id(sub), is_call) not in visited]
+            visited |= {(id(sub), is_call) for sub in new}
             stack += [(sub, is_call) for sub in new]
 
 
@@ -170,39 +172,41 @@ def _is_zero(atom: Atom) -> bool:
     return isinstance(atom, Literal) and not any(np.asarray(atom.val).tobytes())
 
 
-def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def _behind_barrier(xs: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the operands, with the arrays among them behind a barrier."""
     arrays = iter(jax.lax.optimization_barrier([x for x in xs if x.ndim]))
     return [next(arrays) if x.ndim else x for x in xs]
 
 
-def _whole(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
+def _replicate(mesh: Mesh, x: jax.Array, dims: Sequence[bool]) -> jax.Array:
     """Returns an array that is not split along some dimensions."""
-    at = NamedSharding(mesh, PartitionSpec(*[None if whole else PartitionSpec.UNCONSTRAINED for whole in dims]))
-    return jax.lax.with_sharding_constraint(x, at) if any(dims) else x
+    sharding = NamedSharding(
+        mesh, PartitionSpec(*[None if is_replicated else PartitionSpec.UNCONSTRAINED for is_replicated in dims])
+    )
+    return jax.lax.with_sharding_constraint(x, sharding) if any(dims) else x
 
 
-def _windowed(eqn: JaxprEqn) -> list[list[bool]]:
+def _windowed_dims(eqn: JaxprEqn) -> list[list[bool]]:
     """Returns the dimensions of a convolution's array and kernel that have windows, strides, dilation or padding."""
     p, dims = eqn.params, eqn.params["dimension_numbers"]
     parts = zip(p["window_strides"], p["lhs_dilation"], p["rhs_dilation"], p["padding"], dims.rhs_spec[2:], strict=True)
     kernel = aval(eqn.invars[1]).shape
     windows = [(*steps, pads, kernel[d]) != (1, 1, 1, (0, 0), 1) for *steps, pads, d in parts]
     along = [{d for d, window in zip(spec[2:], windows, strict=True) if window} for spec in (dims.lhs_spec, dims.rhs_spec)]
-    return [[d in chosen for d in range(len(kernel))] for chosen in along]
+    return [[d in window_dims for d in range(len(kernel))] for window_dims in along]
 
 
-def _whole_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], whole: Callable[..., jax.Array]) -> list[jax.Array]:
+def _replicate_updates(eqn: JaxprEqn, updates: Sequence[jax.Array], replicate: Callable[..., jax.Array]) -> list[jax.Array]:
     """Returns the indices and updates of a scatter, replicated along the dimensions whose updates may have the same target."""
     dims = eqn.params["dimension_numbers"]
     indices, values = updates
-    several = [d not in dims.scatter_indices_batching_dims for d in range(indices.ndim - 1)]
-    left = iter(several)
-    along = [d not in dims.update_window_dims and next(left) for d in range(values.ndim)]
-    return [whole(indices, [*several, False]), whole(values, along)]
+    may_overlap = [d not in dims.scatter_indices_batching_dims for d in range(indices.ndim - 1)]
+    remaining = iter(may_overlap)
+    along = [d not in dims.update_window_dims and next(remaining) for d in range(values.ndim)]
+    return [replicate(indices, [*may_overlap, False]), replicate(values, along)]
 
 
-def _clamped(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
+def _clamp_starts(x: jax.Array, update: jax.Array, starts: Sequence[jax.Array]) -> list[jax.Array]:
     """Start indices of an update, clamped to the array."""
     last = [size - part for size, part in zip(x.shape, update.shape, strict=True)]
     return [jax.lax.clamp(np.asarray(0, i.dtype), i, np.asarray(n, i.dtype)) for i, n in zip(starts, last, strict=True)]
@@ -227,24 +231,24 @@ def _upper_half(x: jax.Array, y: jax.Array) -> jax.Array:
     return high.astype(x.dtype)
 
 
-def _bitwise(eqn: JaxprEqn) -> Callable[..., jax.Array]:
+def _bitwise_reduction(eqn: JaxprEqn) -> Callable[..., jax.Array]:
     dtype = aval(eqn.invars[0]).dtype
     start = np.invert(np.zeros((), dtype)) if eqn.primitive.name == "reduce_and" else np.zeros((), dtype)
-    reduce = _gathered(_BITWISE[eqn.primitive.name], eqn.params["axes"])
+    reduce = _gathering_reduction(_BITWISE[eqn.primitive.name], eqn.params["axes"])
     return lambda x: reduce(x, jnp.asarray(start))
 
 
-def _gathered(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
+def _gathering_reduction(combine: Callable[[Any, Any], Any], axes: Sequence[int]) -> Callable[..., jax.Array]:
     """Returns a reduction along axes with an unused second operand. The barrier keeps XLA from removing it."""
 
     def reduce(x: jax.Array, start: jax.Array) -> jax.Array:
         none = jnp.zeros((), jnp.int8)
-        both = jax.lax.reduce(
+        results = jax.lax.reduce(
             (x, jnp.broadcast_to(none, x.shape)),
             (start, none),
             lambda a, b: (combine(a[0], b[0]), jnp.maximum(a[1], b[1])),
             tuple(axes),
         )
-        return jax.lax.optimization_barrier(both)[0]
+        return jax.lax.optimization_barrier(results)[0]
 
     return reduce

@@ -14,7 +14,6 @@ An iteration that scans `act` and `step`, which are on different placements, and
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
@@ -35,37 +34,38 @@ from msrl_jax.fragments.passes.instructions import (
     Value,
 )
 from msrl_jax.fragments.passes.placing import Partition
+from msrl_jax.fragments.passes.stacked_rows import ResultBuffer, StackedRow, read_row, write_row
 from msrl_jax.fragments.placement import Placement, one_per_mesh
 
 
-def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
+def schedule(partition: Partition, graph: Graph, default: Placement) -> Schedule:
     """Turns the partition of a training iteration into instructions, without donations, copies and frees.
 
     Literals that no program reads are at the placement `default`.
     """
-    region, names = graph.region, _Names(graph.labels, graph.packed)
-    emit = _RegionScheduler(part, names, default)
-    scalars = [v for _, measured in graph.checks for v in measured]
-    emit.read_later([*region.results, *scalars])
+    region, factory = graph.region, _ValueFactory(graph.labels, graph.packed)
+    scheduler = _RegionScheduler(partition, factory, default)
+    scalars = [v for _, check_scalars in graph.checks for v in check_scalars]
+    scheduler.read_later([*region.results, *scalars])
     inputs: list[tuple[Value, ...]] = []
-    for var, carry_placements in zip(region.carry, part.carry_placements, strict=True):
-        inputs.append(tuple(emit.define(var, p) for p in carry_placements))
+    for var, carry_placements in zip(region.carry, partition.carry_placements, strict=True):
+        inputs.append(tuple(scheduler.define(var, p) for p in carry_placements))
     for var in region.consts:
-        for p in part.needed_at[var]:
-            if (var, p.mesh) not in emit.table:
-                names.constants[emit.define(var, p)] = graph.constants[var]
-    emit.emit_all()
-    pairs = zip(region.next_carry, part.carry_placements, strict=True)
-    outputs = tuple(tuple(emit.value_at(a, p) for p in carry_placements) for a, carry_placements in pairs)
-    metrics = tuple(emit.value_anywhere(a) for a in region.results)
-    at = emit.value_anywhere
-    checks = tuple((check, (at(ok), at(low), at(high))) for check, (ok, low, high) in graph.checks)
-    emit.emit_moves()
-    return Schedule(tuple(inputs), tuple(emit.out), outputs, metrics, checks, names.constants)
+        for p in partition.needed_at[var]:
+            if (var, p.mesh) not in scheduler.table:
+                factory.constants[scheduler.define(var, p)] = graph.constants[var]
+    scheduler.emit_all()
+    pairs = zip(region.next_carry, partition.carry_placements, strict=True)
+    outputs = tuple(tuple(scheduler.value_at(a, p) for p in carry_placements) for a, carry_placements in pairs)
+    metrics = tuple(scheduler.value_anywhere(a) for a in region.results)
+    value_of = scheduler.value_anywhere
+    checks = tuple((check, (value_of(ok), value_of(low), value_of(high))) for check, (ok, low, high) in graph.checks)
+    scheduler.emit_moves()
+    return Schedule(tuple(inputs), tuple(scheduler.instructions), outputs, metrics, checks, factory.constants)
 
 
-class _Names:
-    """Numbers values, and collects the constants of the whole program."""
+class _ValueFactory:
+    """Makes values with distinct numbers, and collects the constants of the whole program."""
 
     def __init__(self, labels: Mapping[Var, str], packed: Mapping[Var, Packed]):
         self.labels, self.packed = labels, packed
@@ -91,70 +91,56 @@ def _delta_codec(value: Value) -> str:
     return codec.name if codec and codec.changes else ""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A variable that is the current row of a stacked array."""
-
-    stacked: Value
-
-
-@dataclass(frozen=True)
-class _Buffer:
-    """The buffer of a stacked result of a loop: the program that makes a row writes it there."""
-
-    carry: LoopCarry  # the buffer, carried through the loop
-    row: Atom  # in the body
-    placement: Placement
-
-
 class _RegionScheduler:
     """Schedules one region; `table` has the value of each variable on each mesh."""
 
-    def __init__(self, part: Partition, names: _Names, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()):
-        self.part, self.names, self.default = part, names, default
-        self.table: dict[tuple[Var, Mesh], Value | _Row] = {}
-        self.out: list[Instruction] = []
+    def __init__(
+        self, partition: Partition, factory: _ValueFactory, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()
+    ):
+        self.partition, self.factory, self.default = partition, factory, default
+        self.table: dict[tuple[Var, Mesh], Value | StackedRow] = {}
+        self.instructions: list[Instruction] = []
         self.indices: dict[Mesh, Value] = {}
         self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
-        self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
-        self._has_host_calls = any(node.is_host_call for node in part.region.nodes)
+        self._inherited = {*partition.region.consts, *partition.region.carry, *partition.region.xs}
+        self._has_host_calls = any(node.is_host_call for node in partition.region.nodes)
         self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
         self._read_from = self._find_readers(stacked)
 
     def define(self, var: Var, placement: Placement) -> Value:
         """Makes the value of a variable on the mesh of a placement."""
-        value = self.names.new(aval(var), placement, self.names.labels.get(var, ""), self.names.packed.get(var))
+        value = self.factory.new(aval(var), placement, self.factory.labels.get(var, ""), self.factory.packed.get(var))
         self.table[var, placement.mesh] = value
         return value
 
-    def source(self, var: Var, placement: Placement) -> Placement:
+    def supplier(self, var: Var, placement: Placement) -> Placement:
         """Returns the placement that supplies a variable to `placement`: one on the same mesh if possible, else the first."""
-        made = self.part.available_at.get(var) or self.part.needed_at.get(var) or [placement]
-        return next((p for p in made if p.mesh == placement.mesh), made[0])
+        suppliers = self.partition.available_at.get(var) or self.partition.needed_at.get(var) or [placement]
+        return next((p for p in suppliers if p.mesh == placement.mesh), suppliers[0])
 
     def value_at(self, atom: Atom, placement: Placement) -> Value:
         """Returns the value at a placement, moved there if need be."""
         entry = self.lookup(atom, placement)
-        return self.row(entry, placement) if isinstance(entry, _Row) else entry
+        return self.emit_row_read(entry, placement) if isinstance(entry, StackedRow) else entry
 
-    def lookup(self, atom: Atom, placement: Placement) -> Value | _Row:
+    def lookup(self, atom: Atom, placement: Placement) -> Value | StackedRow:
         """Returns the value, or the row that is the value, at a placement; requests a move there if need be."""
         if isinstance(atom, Literal):
-            return self.names.literal(atom, placement)
-        found = self.table.get((atom, placement.mesh))
-        if found is None:
-            home = self.source(atom, placement)
-            held = self.table[atom, home.mesh]
-            held = self.row(held, home) if isinstance(held, _Row) else held
-            found = self.define(atom, placement)
-            self._moves.setdefault((home.mesh, placement.mesh), []).append((held, found))
-        return found
+            return self.factory.literal(atom, placement)
+        entry = self.table.get((atom, placement.mesh))
+        if entry is None:
+            home = self.supplier(atom, placement)
+            source = self.table[atom, home.mesh]
+            source = self.emit_row_read(source, home) if isinstance(source, StackedRow) else source
+            entry = self.define(atom, placement)
+            self._moves.setdefault((home.mesh, placement.mesh), []).append((source, entry))
+        return entry
 
     def value_anywhere(self, atom: Atom) -> Value:
         """Returns the value at the default placement if it is made there, else at another placement that makes it."""
         if isinstance(atom, Literal):
-            return self.names.literal(atom, self.default)
-        return self.value_at(atom, self.source(atom, self.default))
+            return self.factory.literal(atom, self.default)
+        return self.value_at(atom, self.supplier(atom, self.default))
 
     def emit_moves(self) -> None:
         """Emits the requested moves, one Move for each pair of meshes."""
@@ -164,60 +150,49 @@ class _RegionScheduler:
                 groups.setdefault(_delta_codec(pair[1]), []).append(pair)
             for group in groups.values():
                 sources, results = zip(*group, strict=True)
-                self.out.append(Move(sources, results))
+                self.instructions.append(Move(sources, results))
         self._moves.clear()
 
-    def index(self, placement: Placement) -> Value:
+    def row_number(self, placement: Placement) -> Value:
         """Returns the number of the current row, on the mesh of a placement."""
         if placement.mesh not in self.indices:
-            self.indices[placement.mesh] = self.names.new(ShapedArray((), np.dtype(np.int32)), placement, "row number")
+            self.indices[placement.mesh] = self.factory.new(ShapedArray((), np.dtype(np.int32)), placement, "row number")
         return self.indices[placement.mesh]
 
-    def row(self, row: _Row, placement: Placement) -> Value:
+    def emit_row_read(self, row: StackedRow, placement: Placement) -> Value:
         """Emits a separate program that reads the current row, for readers that cannot read it themselves."""
-        var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
-        value = self.names.new(aval(var), placement, row.stacked.label)
+        value = self.factory.new(row.aval, placement, row.stacked.label)
         self.emit_moves()
-        self.out.append(
-            RunProgram(
-                "read row",
-                placement,
-                make_jaxpr_of([], [var], [var], "read row"),
-                (row.stacked,),
-                (value,),
-                (0,),
-                index=self.index(placement),
-            )
-        )
+        self.instructions.append(read_row(row, value, self.row_number(placement)))
         return value
 
     def emit_all(self) -> None:
         """Emits the instructions of all groups, in order."""
-        for group in self.part.groups:
+        for group in self.partition.groups:
             if group.placement is None:
-                self.loop(group)
+                self.emit_loop(group)
             elif group.is_host_call:
-                self.host_call(group.nodes[0], group.placement)
+                self.emit_host_call(group.nodes[0], group.placement)
             else:
-                self.run(group, group.placement)
+                self.emit_program(group, group.placement)
 
-    def run(self, group: ProgramNodes, placement: Placement) -> None:
+    def emit_program(self, group: ProgramNodes, placement: Placement) -> None:
         """Emits the program of a group, which reads its rows and writes the rows of stacked results that it makes."""
         eqns = [n.eqn for n in group.nodes]
-        made = dict.fromkeys(v for e in eqns for v in e.outvars)
-        reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+        results = dict.fromkeys(v for e in eqns for v in e.outvars)
+        reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in results)
         if not self._has_host_calls:  # or this would wait for other host calls
             reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
         entries = {a: self.lookup(a, placement) for a in reads}
         self.emit_moves()
-        rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
-        inputs = tuple(e.stacked if isinstance(e, _Row) else e for e in entries.values())
-        exported = [v for v in made if self._read_from.get((v, placement), set()) - {group}]
+        rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, StackedRow))
+        inputs = tuple(e.stacked if isinstance(e, StackedRow) else e for e in entries.values())
+        exported = [v for v in results if self._read_from.get((v, placement), set()) - {group}]
         outputs = tuple(self.define(v, placement) for v in exported)
-        written = [(v, pair) for v in [*made, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
+        written = [(v, pair) for v in [*results, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
         name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
-        self.out.append(
+        self.instructions.append(
             RunProgram(
                 name,
                 placement,
@@ -226,24 +201,24 @@ class _RegionScheduler:
                 outputs,
                 rows,
                 tuple(pair for _, pair in written),
-                self.index(placement) if rows or written else None,
+                self.row_number(placement) if rows or written else None,
                 (),
                 fragments,
                 frozenset().union(*(n.roles for n in group.nodes)),
             )
         )
 
-    def host_call(self, node: Node, placement: Placement) -> None:
+    def emit_host_call(self, node: Node, placement: Placement) -> None:
         """Emits a call of the host."""
         inputs = tuple(self.value_at(a, placement) for a in node.eqn.invars)
         self.emit_moves()
         outputs = tuple(self.define(v, placement) for v in node.eqn.outvars)
-        self.out.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
+        self.instructions.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
 
-    def loop(self, group: ProgramNodes) -> None:
-        """Emits a Loop, whose body is scheduled like a region of its own, after memory for its stacked results."""
+    def emit_loop(self, group: ProgramNodes) -> None:
+        """Emits a Loop, whose body is scheduled as a separate region, after allocating its stacked results."""
         (node,) = group.nodes
-        inner = self.part.loops[node]
+        inner = self.partition.loops[node]
         region = inner.region
         num_consts, num_carry = len(region.consts), len(region.carry)
         consts, init, xs = (
@@ -251,101 +226,86 @@ class _RegionScheduler:
             node.eqn.invars[num_consts : num_consts + num_carry],
             node.eqn.invars[num_consts + num_carry :],
         )
-        stacked = self.stacked(node, inner)
-        body = _RegionScheduler(inner, self.names, self.default, [(atom, p) for _, atom, p in stacked])
+        stacked = self.stacked_results(node, inner)
+        body = _RegionScheduler(inner, self.factory, self.default, [(atom, p) for _, atom, p in stacked])
         outer: dict[Value, None] = {}
         for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
             for p in inner.needed_at[var]:
                 value = self.value_at(atom, p)
                 outer[value] = None
-                body.table[var, p.mesh] = _Row(value) if var in region.xs else value
+                body.table[var, p.mesh] = StackedRow(value) if var in region.xs else value
         before: list[tuple[Value, Value, Value]] = []  # init, body_in and result of each `LoopCarry`
         for var, atom, result, placements in zip(
             region.carry, init, node.eqn.outvars[:num_carry], inner.carry_placements, strict=True
         ):
             before += [(self.value_at(atom, p), body.define(var, p), self.define(result, p)) for p in placements]
-        buffers = [self.buffer(var, atom, p, body) for var, atom, p in stacked]
+        buffers = [self.make_buffer(var, atom, p, body) for var, atom, p in stacked]
         self.emit_moves()
         starts = [b.carry.init for b in buffers]
         for mesh in dict.fromkeys(v.placement.mesh for v in starts):
-            self.out.append(Alloc(tuple(v for v in starts if v.placement.mesh == mesh)))
+            self.instructions.append(Alloc(tuple(v for v in starts if v.placement.mesh == mesh)))
         body.emit_all()
         for b in buffers:
-            body.write_if_left(b)
+            body.emit_missing_write(b)
         pairs = zip(region.next_carry, inner.carry_placements, strict=True)
         after = [body.value_at(a, p) for a, placements in pairs for p in placements]
         body.emit_moves()
         carry = [LoopCarry(init, body_in, out, result) for (init, body_in, result), out in zip(before, after, strict=True)]
         carry += [b.carry for b in buffers]
         indices = tuple(body.indices.values())
-        self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
+        self.instructions.append(
+            Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.instructions))
+        )
 
-    def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
+    def stacked_results(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
         """Returns the stacked results of a loop that are read: (result, row in the body, placement)."""
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in one_per_mesh(p for v, p in self._read_from if v is var)]
 
-    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> _Buffer:
+    def make_buffer(self, var: Var, atom: Atom, placement: Placement, body: "_RegionScheduler") -> ResultBuffer:
         """Returns the buffer of the stacked result `var`, whose rows are `atom` in the body."""
-        label = self.names.labels.get(var, "")
-        init, body_in, body_out = (self.names.new(aval(var), placement, label) for _ in range(3))
+        label = self.factory.labels.get(var, "")
+        init, body_in, body_out = (self.factory.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):
             body.writes.setdefault((atom, placement.mesh), []).append((body_in, body_out))
-        return _Buffer(LoopCarry(init, body_in, body_out, self.define(var, placement)), atom, placement)
+        return ResultBuffer(LoopCarry(init, body_in, body_out, self.define(var, placement)), atom, placement)
 
-    def write_if_left(self, buffer: _Buffer) -> None:
+    def emit_missing_write(self, buffer: ResultBuffer) -> None:
         """Emits a separate program that stores a row, if no program of this region has stored it."""
-        atom, placement = buffer.row, buffer.placement
-        stored = buffer.carry.body_in, buffer.carry.body_out
-        if isinstance(atom, Var) and stored not in self.writes.get((atom, placement.mesh), ()):
+        if isinstance(buffer.row, Var) and buffer.pair not in self.writes.get((buffer.row, buffer.placement.mesh), ()):
             return
-        var = Var(atom.aval)
-        entry = self.lookup(atom, placement)
+        entry = self.lookup(buffer.row, buffer.placement)
         self.emit_moves()
-        rows = (0,) if isinstance(entry, _Row) else ()
-        value = entry.stacked if isinstance(entry, _Row) else entry
-        self.out.append(
-            RunProgram(
-                "write row",
-                placement,
-                make_jaxpr_of([], [var], [var], "write row"),
-                (value,),
-                (),
-                rows,
-                (stored,),
-                self.index(placement),
-            )
-        )
+        self.instructions.append(write_row(buffer, entry, self.row_number(buffer.placement)))
 
     def read_later(self, atoms: Iterable[Atom]) -> None:
         """Records that these atoms are read after the region."""
         for atom in atoms:
             if isinstance(atom, Var):
-                self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
+                self._read_from.setdefault((atom, self.supplier(atom, self.default)), set()).add(None)
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[ProgramNodes | None]]:
         """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
-        part = self.part
-        found: dict[tuple[Var, Placement], set[ProgramNodes | None]] = {}
+        readers: dict[tuple[Var, Placement], set[ProgramNodes | None]] = {}
 
-        def read(atom: Atom, at: Placement, reader: ProgramNodes | None) -> None:
+        def add_reader(atom: Atom, placement: Placement, reader: ProgramNodes | None) -> None:
             if isinstance(atom, Var):
-                found.setdefault((atom, self.source(atom, at)), set()).add(reader)
+                readers.setdefault((atom, self.supplier(atom, placement)), set()).add(reader)
 
-        for group in part.groups:
+        for group in self.partition.groups:
             for node in group.nodes:
                 if group.placement is not None:
                     for atom in node.eqn.invars:
-                        read(atom, group.placement, group)
+                        add_reader(atom, group.placement, group)
                     continue
-                for atom, at in zip(node.eqn.invars, part.loops[node].inputs_at, strict=True):
-                    for p in at:
-                        read(atom, p, group)
-        for atom, carry_placements in zip(part.region.next_carry, part.carry_placements, strict=True):
+                for atom, placements in zip(node.eqn.invars, self.partition.loops[node].inputs_at, strict=True):
+                    for p in placements:
+                        add_reader(atom, p, group)
+        for atom, carry_placements in zip(self.partition.region.next_carry, self.partition.carry_placements, strict=True):
             for p in carry_placements:
-                read(atom, p, None)
-        looped = {v for node in part.loops for v in node.eqn.outvars}
+                add_reader(atom, p, None)
+        looped = {v for node in self.partition.loops for v in node.eqn.outvars}
         for atom, p in stacked:  # a program writes its own rows, but rows that a loop makes must be results of that loop
             if isinstance(atom, Var) and atom in looped:
-                read(atom, p, None)
-        return found
+                add_reader(atom, p, None)
+        return readers

@@ -3,8 +3,7 @@
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -24,7 +23,7 @@ def check_settings() -> None:
     check_no_mesh_is_set()
 
 
-def check_graph(graph: Graph, effects: Iterable[Any], layout: Layout) -> None:
+def check_graph(graph: Graph, effects: Iterable[object], layout: Layout) -> None:
     """Refuses an iteration that does not fit the layout, or that several processes or learners cannot share."""
     check_effects(effects)
     check_host_calls(graph.host_calls, layout)
@@ -50,7 +49,7 @@ def check_no_mesh_is_set() -> None:
         )
 
 
-def check_effects(effects: Iterable[Any]) -> None:
+def check_effects(effects: Iterable[object]) -> None:
     """Rejects ordered host callbacks with several processes, which JAX cannot keep in order."""
     ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
     if ordered and jax.process_count() > 1:
@@ -83,53 +82,53 @@ def check_disjoint_learners(graph: Graph) -> None:
     """
     region = graph.region
     owners: list[dict[str, str]] = [{} for _ in region.carry]  # role -> fragment
-    from_leaves = _reached(
+    from_leaves = _propagate(
         {leaf: 1 << i for i, leaf in enumerate(region.carry)}, region.nodes, lambda eqn: (eqn.invars, eqn.outvars)
     )
     ends: dict[Var, int] = defaultdict(int)
     for i, out in enumerate(region.next_carry):
         if isinstance(out, Var):
             ends[out] |= 1 << i
-    to_ends = _reached(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
+    to_ends = _propagate(ends, region.nodes[::-1], lambda eqn: (eqn.outvars, eqn.invars))
     for node in region.nodes:
         if is_fragment(node.eqn) and (role := node.eqn.params["role"]).startswith("learner:"):
-            before, after = _by_type(node.eqn.invars, from_leaves), _by_type(node.eqn.outvars, to_ends)
+            before, after = _merge_by_type(node.eqn.invars, from_leaves), _merge_by_type(node.eqn.outvars, to_ends)
             updated = functools.reduce(operator.or_, (before[kind] & after[kind] for kind in before), 0)
             for i in range(updated.bit_length()):
                 if updated >> i & 1:
                     owners[i].setdefault(role, node.eqn.params["name"])
-    for leaf, found in zip(region.carry, owners, strict=True):
-        if len(found) > 1:
-            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in found.items())
+    for leaf, fragments_by_role in zip(region.carry, owners, strict=True):
+        if len(fragments_by_role) > 1:
+            names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in fragments_by_role.items())
             raise ValueError(
                 f"{graph.labels.get(leaf, 'a leaf of the state')} is updated by {names}: two learners update the same "
                 "parameters. Give each learner its own parameters, or both fragments the same role"
             )
 
 
-def _reached(
+def _propagate(
     starts: Mapping[Var, int], nodes: Iterable[Node], ends_of: Callable[[JaxprEqn], tuple[Sequence[Atom], Sequence[Atom]]]
 ) -> dict[Var, int]:
     """Returns the starts from which a path of values of one type leads to each variable, as bits of an integer."""
-    reached = defaultdict(int, starts)
+    bits = defaultdict(int, starts)
     for node in nodes:
         entries, exits = ends_of(node.eqn)
-        by_type = _by_type(entries, reached)
+        by_type = _merge_by_type(entries, bits)
         for var in exits:
             if isinstance(var, Var):
-                reached[var] |= by_type[_type(var)]
-    return reached
+                bits[var] |= by_type[_shape_and_dtype(var)]
+    return bits
 
 
-def _by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Any, int]:
-    found: dict[Any, int] = defaultdict(int)
+def _merge_by_type(atoms: Iterable[Atom], bits: Mapping[Var, int]) -> dict[Hashable, int]:
+    bits_by_type: dict[Hashable, int] = defaultdict(int)
     for atom in atoms:
         if isinstance(atom, Var):
-            found[_type(atom)] |= bits.get(atom, 0)
-    return found
+            bits_by_type[_shape_and_dtype(atom)] |= bits.get(atom, 0)
+    return bits_by_type
 
 
-def _type(var: Var) -> Any:
+def _shape_and_dtype(var: Var) -> Hashable:
     return aval(var).shape, aval(var).dtype
 
 
@@ -146,20 +145,19 @@ def check_codecs(graph: Graph, layout: Layout) -> None:
                     f"{name!r}: it has {', '.join(placements)}"
                 )
         if not any(edge.only in name for name in names):
-            near = suggestion(edge.only, names)
             raise ValueError(
                 f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
-                f"iteration has no such value{near}. program.explain() shows the names"
+                f"iteration has no such value{suggestion(edge.only, names)}. program.explain() shows the names"
             )
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
     """Rejects meshes inside fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, RunProgram)):
-        own = run.placement.devices
-        for name, mesh in _meshes(run.jaxpr.jaxpr):
+        placement_devices = run.placement.devices
+        for name, mesh in _find_meshes(run.jaxpr.jaxpr):
             devices = tuple(mesh.devices.flat)
-            if devices != own:
+            if devices != placement_devices:
                 raise ValueError(
                     f"{run.name!r} has a `{name}` over its own mesh, [{', '.join(device_names(devices))}], but the policy "
                     f"places it at {run.placement}. Use these devices in this order for the mesh, leave the split to the "
@@ -167,7 +165,7 @@ def check_meshes(instructions: Sequence[Instruction]) -> None:
                 )
 
 
-def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
+def _find_meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
     for eqn in equations_in(jaxpr):
         params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set in the calling context
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):

@@ -59,17 +59,17 @@ class _Counter:
 
     def flops(self, jaxpr: Jaxpr) -> int:
         if id(jaxpr) not in self._flops:
-            self._flops[id(jaxpr)] = sum(map(self.of, jaxpr.eqns))
+            self._flops[id(jaxpr)] = sum(map(self.eqn_flops, jaxpr.eqns))
         return self._flops[id(jaxpr)]
 
-    def of(self, eqn: JaxprEqn) -> int:
-        if (alone := _eqn_flops(eqn)) is not None:
-            return alone
+    def eqn_flops(self, eqn: JaxprEqn) -> int:
+        if (own_flops := _direct_flops(eqn)) is not None:
+            return own_flops
         if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
             if (platforms := eqn.params.get("branches_platforms")) is not None:  # the last branch is the default
                 return next((n for n, names in zip(inner, platforms, strict=True) if self._names & {*(names or ())}), inner[-1])
-            return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
-        return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
+            return max(inner) if eqn.primitive is cond_p else _repetitions(eqn) * sum(inner)
+        return 0 if eqn.primitive.name in _FREE else sum(map(_count_floats, eqn.outvars))
 
     def fragments(self, jaxpr: Jaxpr) -> list[FragmentPlan]:
         if id(jaxpr) not in self._fragments:
@@ -84,10 +84,10 @@ class _Counter:
             yield FragmentPlan(name, role, placement.name, len(placement.devices), 0, self.flops(body), 1)
         for sub in sub_jaxprs(eqn):
             for inner in self.fragments(sub):
-                yield replace(inner, depth=inner.depth + marked, calls=inner.calls * _repeats(eqn))
+                yield replace(inner, depth=inner.depth + marked, calls=inner.calls * _repetitions(eqn))
 
 
-def _eqn_flops(eqn: JaxprEqn) -> int | None:
+def _direct_flops(eqn: JaxprEqn) -> int | None:
     """Returns the operations of an equation whose count follows from its primitive; None for others."""
     name = eqn.primitive.name
     if name == "dot_general":
@@ -95,21 +95,21 @@ def _eqn_flops(eqn: JaxprEqn) -> int | None:
         lhs = aval(eqn.invars[0]).shape
         return 2 * math.prod(aval(eqn.outvars[0]).shape) * math.prod(lhs[d] for d in contract)
     if name == "conv_general_dilated":
-        return 2 * _conv_products(eqn)
+        return 2 * _count_conv_products(eqn)
     if name.startswith("scatter") and name not in _FREE:
-        return _floats(eqn.invars[2])
+        return _count_floats(eqn.invars[2])
     if name.startswith("reduce_window"):
-        return _floats(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
+        return _count_floats(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
     if name in _REDUCTIONS:
-        return _floats(eqn.invars[0])
+        return _count_floats(eqn.invars[0])
     return None
 
 
-def _floats(atom: Atom) -> int:
+def _count_floats(atom: Atom) -> int:
     return math.prod(aval(atom).shape) if jnp.issubdtype(aval(atom).dtype, jnp.inexact) else 0
 
 
-def _conv_products(eqn: JaxprEqn) -> int:
+def _count_conv_products(eqn: JaxprEqn) -> int:
     """Multiply-adds of a convolution, except those with padding or the holes of a dilated input."""
     numbers = eqn.params["dimension_numbers"]
     (_, _, *inputs), (_, features, *kernels), (batch, channels, *outputs) = (
@@ -120,12 +120,12 @@ def _conv_products(eqn: JaxprEqn) -> int:
     dilations = zip(eqn.params["lhs_dilation"], eqn.params["rhs_dilation"], strict=True)
     strides = zip(eqn.params["window_strides"], eqn.params["padding"], dilations, strict=True)
     for size, kernel, output, (stride, (low, _), (holes, dilation)) in zip(inputs, kernels, outputs, strides, strict=True):
-        at = np.arange(output)[:, None] * stride + np.arange(kernel) * dilation - low
-        products *= int(np.sum((at >= 0) & (at < size * holes) & (at % holes == 0)))
+        positions = np.arange(output)[:, None] * stride + np.arange(kernel) * dilation - low
+        products *= int(np.sum((positions >= 0) & (positions < size * holes) & (positions % holes == 0)))
     return products
 
 
-def _repeats(eqn: JaxprEqn) -> int:
+def _repetitions(eqn: JaxprEqn) -> int:
     """How often an equation evaluates its jaxpr, on all devices together."""
     if eqn.primitive is scan_p:
         return eqn.params["length"]

@@ -50,36 +50,40 @@ def explain(
     steps, layout = list(walk(instructions)), placed.layout
     fragments = tuple(fragment_plans(jaxpr, layout))
     modules = {i: module_of(compiled[i]) for i, _ in steps if isinstance(i, RunProgram)}
-    found = {i: collectives(module) for i, module in modules.items()}
-    named = {f.name for f in fragments}
-    launched = {i: launches(each, named) if i.placement.devices[0].platform != "cpu" else () for i, each in modules.items()}
+    reports = {i: collectives(module) for i, module in modules.items()}
+    fragment_names = {f.name for f in fragments}
+    launched = {
+        i: launches(module, fragment_names) if i.placement.devices[0].platform != "cpu" else () for i, module in modules.items()
+    }
     if in_loop:
-        launched = {i: per_iteration(each) for i, each in launched.items()}
-    programs = tuple(_program(i, times, compiled[i], found[i], launched[i]) for i, times in steps if isinstance(i, RunProgram))
+        launched = {i: per_iteration(counts) for i, counts in launched.items()}
+    programs = tuple(
+        _program_plan(i, times, compiled[i], reports[i], launched[i]) for i, times in steps if isinstance(i, RunProgram)
+    )
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
-    crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
-    loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
+    crossings = tuple(c for i, times in moves for c in _find_crossings(i, shardings, times))
+    loops = tuple(_loop_plan(i, times) for i, times in steps if isinstance(i, Loop))
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
     placements = {p.name: device_names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
-    of_runs = list(zip([i for i, _ in steps if isinstance(i, RunProgram)], programs, strict=True))
+    runs = list(zip([i for i, _ in steps if isinstance(i, RunProgram)], programs, strict=True))
     warnings = [
-        *_collective_warnings(of_runs),
+        *_collective_warnings(runs),
         *_loop_warnings(steps),
         *_unused_warnings(layout, steps),
         *_waiting_warnings(layout, instructions),
         *_replication_warnings(moves, shardings),
         *_codec_warnings(unused),
-        *_callback_warnings(of_runs),
-        *_memory_warnings(of_runs),
+        *_callback_warnings(runs),
+        *_memory_warnings(runs),
         *filter(None, [warn_of_idle(placed)]),
     ]
-    if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
+    if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in reports.items() if not f.understood]:
         warnings.append(
             f"the text that XLA prints for {', '.join(unclear)} could not be parsed completely: there may be more collectives "
             "than those listed"
         )
-    if not all(f.lengths_known for f in found.values()):
+    if not all(f.lengths_known for f in reports.values()):
         warnings.append("a program has collectives in a loop of unknown length; their bytes are counted once")
     if not fragments:
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
@@ -95,31 +99,31 @@ def explain(
         loops,
         tuple(warnings),
         host_calls,
-        _least_seconds(layout, programs, fragments),
-        tuple(_registers(registers, layout.staleness)),
+        _lower_bounds(layout, programs, fragments),
+        tuple(_register_plans(registers, layout.staleness)),
     )
 
 
-def _registers(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
+def _register_plans(registers: Mapping[str, Sequence[Value]], age: int) -> Iterator[RegisterPlan]:
     for leaf, values in registers.items():
         placements = dict.fromkeys(v.placement.name for v in values)
         for name in placements:
             yield RegisterPlan(leaf, name, sum(v.nbytes for v in values if v.placement.name == name), age)
 
 
-def _least_seconds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:
-    least = {}
+def _lower_bounds(layout: Layout, programs: Sequence[ProgramPlan], fragments: Sequence[FragmentPlan]) -> dict[str, float]:
+    lower_bounds = {}
     for placement in layout.placements:
-        launched = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
-        whole = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
-        kind = getattr(placement.devices[0], "device_kind", "")
-        if launched and (seconds := roofline_seconds(kind, launched, whole / len(placement.devices))) is not None:
-            least[placement.name] = seconds
-    return least
+        device_launches = [(x, p.runs * x.times) for p in programs if p.placement == placement.name for x in p.launches]
+        total_flops = sum(f.flops * f.calls for f in fragments if f.placement == placement.name and not f.depth)
+        kind, flops_per_device = getattr(placement.devices[0], "device_kind", ""), total_flops / len(placement.devices)
+        if device_launches and (seconds := roofline_seconds(kind, device_launches, flops_per_device)) is not None:
+            lower_bounds[placement.name] = seconds
+    return lower_bounds
 
 
-def _program(
-    run: RunProgram, times: int, compiled: jax.stages.Compiled, found: CollectiveReport, launched: tuple[Launches, ...]
+def _program_plan(
+    run: RunProgram, times: int, compiled: jax.stages.Compiled, report: CollectiveReport, launched: tuple[Launches, ...]
 ) -> ProgramPlan:
     memory = compiled.memory_analysis()
     return ProgramPlan(
@@ -130,37 +134,37 @@ def _program(
         getattr(memory, "output_size_in_bytes", 0),
         getattr(memory, "temp_size_in_bytes", 0),
         getattr(memory, "alias_size_in_bytes", 0),
-        tuple(found.collectives),
-        found.understood,
+        tuple(report.collectives),
+        report.understood,
         launched,
     )
 
 
-def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
+def _find_crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
     """Yields the values that a Move carries; the arrays of one packed value are one entry."""
     values: dict[object, list[Value]] = {}
     for result in move.results:
         values.setdefault(result.packed or result, []).append(result)
     source, destination = move.sources[0].placement.name, move.results[0].placement.name
-    for whole, parts in values.items():
-        arriving = [_bytes_received(v, shardings[v]) for v in parts]
+    for item, parts in values.items():
+        received_bytes = [_bytes_received(v, shardings[v]) for v in parts]
         label, aval = parts[0].label, parts[0].aval
-        codec, unpacked = "", sum(arriving)
-        if isinstance(whole, Packed):
-            label, aval, codec = whole.label, whole.aval, whole.codec
-            copies = max(arriving) // max(v.nbytes for v in parts)
+        codec, unpacked = "", sum(received_bytes)
+        if isinstance(item, Packed):
+            label, aval, codec = item.label, item.aval, item.codec
+            copies = max(received_bytes) // max(v.nbytes for v in parts)
             unpacked = copies * aval.size * aval.dtype.itemsize
-            if changes := get(whole.edge.codec).changes:
-                arriving = [copies * _CHANGE * math.ceil(aval.size / changes.one_in)]
-        yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(arriving), times, codec, unpacked)
+            if changes := get(item.edge.codec).changes:
+                received_bytes = [copies * _CHANGE * math.ceil(aval.size / changes.one_in)]
+        yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(received_bytes), times, codec, unpacked)
 
 
-def _bytes_received(value: Value, at: NamedSharding) -> int:
+def _bytes_received(value: Value, sharding: NamedSharding) -> int:
     """Bytes that all devices of a sharding hold together; a replicated array counts once per device."""
-    return math.prod(at.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(at.device_set)
+    return math.prod(sharding.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(sharding.device_set)
 
 
-def _loop(loop: Loop, times: int) -> LoopPlan:
+def _loop_plan(loop: Loop, times: int) -> LoopPlan:
     inner = list(walk(loop.body, times * loop.length))
     names = dict.fromkeys(f for i, _ in inner if isinstance(i, RunProgram) for f in i.fragments)
     return LoopPlan(
@@ -212,9 +216,9 @@ def _loop_warnings(steps: _Steps) -> Iterator[str]:
 
 
 def _unused_warnings(layout: Layout, steps: _Steps) -> Iterator[str]:
-    used = {d for i, _ in steps if isinstance(i, RunProgram) for d in i.placement.devices}
+    used_devices = {d for i, _ in steps if isinstance(i, RunProgram) for d in i.placement.devices}
     for placement in layout.placements:
-        if used.isdisjoint(placement.devices):
+        if used_devices.isdisjoint(placement.devices):
             roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
             yield f"nothing runs on {placement}: no fragment has the role {roles}. Assign these devices to another placement"
 
@@ -223,21 +227,23 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
     actors, learners = layout.placement("actor", "actor"), layout.placement("learner", "learner")
     if not set(actors.devices).isdisjoint(learners.devices):
         return
-    down = {
+    parameters = {
         r
         for i, _ in walk(instructions)
         if isinstance(i, Move) and not i.is_copy
         for s, r in zip(i.sources, i.results, strict=True)
         if s.placement == learners and r.placement == actors
     }
-    waiting = [i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and down & set(i.inputs)]
-    if layout.staleness and waiting:
+    waiting_programs = [
+        i for i in instructions if isinstance(i, RunProgram) and i.placement == actors and parameters & set(i.inputs)
+    ]
+    if layout.staleness and waiting_programs:
         yield (
-            f"{waiting[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits for them: "
-            "staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them one of "
-            "these roles, or have an actor pass them on"
+            f"{waiting_programs[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits "
+            "for them: staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads "
+            "them one of these roles, or have an actor pass them on"
         )
-    elif any("actor" in i.roles for i in waiting):
+    elif any("actor" in i.roles for i in waiting_programs):
         yield (
             f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and the learner waits for the "
             "actors: each idles while the other works. staleness=1 overlaps them; parameters are then one iteration old"
@@ -282,12 +288,12 @@ def _callback_warnings(runs: _Runs) -> Iterator[str]:
 def _memory_warnings(runs: _Runs) -> Iterator[str]:
     """Warns of programs that would be rejected because they need more memory than their devices have."""
     for i, program in runs:
-        if found := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
-            devices, taken, limit = found
-            more, have = (", ...", "have") if len(devices) > 1 else ("", "has")
+        if excess := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
+            devices, nbytes, limit = excess
+            ellipsis, verb = (", ...", "have") if len(devices) > 1 else ("", "has")
             yield (
-                f"program {program.name!r} @ {program.placement} takes {size(taken)} of {device_names(devices)[0]}{more}, "
-                f"which {have} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
+                f"program {program.name!r} @ {program.placement} takes {size(nbytes)} of {device_names(devices)[0]}{ellipsis}, "
+                f"which {verb} {size(limit)}: a run is refused. Use fewer environments, shorter unrolls or more devices"
             )
 
 
@@ -300,7 +306,7 @@ def warn_of_idle(placed: PlacedPolicy) -> str | None:
     names, stay = ", ".join(device_names(placed.idle)), "stay" if idle > 1 else "stays"
     fact = f"{idle} of {total} devices {stay} idle ({names}): {placed.layout.policy} uses {total - idle}{envs}"
     try:
-        ways = [*_sizes(placed), *_parameters(placed)]
+        ways = [*_sizes_without_idle(placed), *_parameters_without_idle(placed)]
     except Exception as error:
         return f"{fact}. Other numbers were not tried: {placed.layout.policy} raises {error!r}; raise ValueError to reject one"
     return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
@@ -311,16 +317,16 @@ def _num_envs(placed: PlacedPolicy) -> int:
     return placed.sizes["env"] if len({size for _, size in placed.leaves.get("env", ())}) == 1 else 0
 
 
-def _sizes(placed: PlacedPolicy) -> Iterator[str]:
+def _sizes_without_idle(placed: PlacedPolicy) -> Iterator[str]:
     """Yields the nearest numbers of environments, below and above, that leave no device idle."""
     now = _num_envs(placed)
     reach = len(placed.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
         with_envs = lambda n: dataclasses.replace(placed, leaves={**placed.leaves, "env": [("", n)]})
-        yield from _first(numbers, with_envs, "num_envs={}")
+        yield from _first_without_idle(numbers, with_envs, "num_envs={}")
 
 
-def _parameters(placed: PlacedPolicy) -> list[str]:
+def _parameters_without_idle(placed: PlacedPolicy) -> list[str]:
     """Yields the policy with one number of devices changed; if no change helps, also with its other optional numbers set to
     None.
     """
@@ -331,18 +337,18 @@ def _parameters(placed: PlacedPolicy) -> list[str]:
     numbers = [f.name for f in dataclasses.fields(policy) if f.init and hints[f.name] in (int, int | None)]
     free = {name: None for name in numbers if hints[name] == int | None}
 
-    def found(others: dict[str, None]) -> Iterator[str]:
+    def variants(overrides: dict[str, None]) -> Iterator[str]:
         for name in numbers:
 
-            def other(n: int, name: str = name) -> PlacedPolicy:
-                return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(others | {name: n})))
+            def with_number(n: int, name: str = name) -> PlacedPolicy:
+                return dataclasses.replace(placed, policy=dataclasses.replace(policy, **(overrides | {name: n})))
 
-            yield from _first(range(1, len(placed.devices) + 1), other, "{policy}")
+            yield from _first_without_idle(range(1, len(placed.devices) + 1), with_number, "{policy}")
 
-    return list(found({})) or list(found(free))
+    return list(variants({})) or list(variants(free))
 
 
-def _first(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
+def _first_without_idle(numbers: Iterable[int], make: Callable[[int], PlacedPolicy], text: str) -> Iterator[str]:
     """Yields the first number that leaves no device idle, as text."""
     for n in numbers:
         try:

@@ -37,31 +37,31 @@ class HloInstruction(NamedTuple):
     name: str
     kind: str  # such as "fusion", also for one that runs in parallel to others
     shape: str  # as XLA writes it
-    rest: str  # operands and attributes: the text behind the opening parenthesis
+    arguments: str  # operands and attributes: the text behind the opening parenthesis
     is_root: bool  # whether its value is that of the computation
     line: str
 
     @property
     def operands(self) -> list[str]:
         """The names of its operands."""
-        return _OPERAND.findall(self.rest.split(")", 1)[0])
+        return _OPERAND.findall(self.arguments.split(")", 1)[0])
 
     @property
     def loop(self) -> tuple[str, str] | None:
         """The names of the condition and of the body of a loop; None if it is none."""
-        match = _WHILE.search(self.rest) if self.kind == "while" else None
+        match = _WHILE.search(self.arguments) if self.kind == "while" else None
         return (match[1], match[2]) if match else None
 
     @property
     def called(self) -> list[str]:
         """The names of the computations that it calls once, or one of which it calls."""
-        branches = _BRANCHES.search(self.rest)
-        return [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(self.rest)
+        branches = _BRANCHES.search(self.arguments)
+        return [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(self.arguments)
 
     @property
     def source(self) -> str | None:
         """JAX's name for the operation that caused it, such as `jit(iteration)/learn/while/body/jvp(gradients)/dot_general`."""
-        match = _OP_NAME.search(self.rest)
+        match = _OP_NAME.search(self.arguments)
         return match[1] if match else None
 
 
@@ -85,9 +85,9 @@ class Module:
                 current = self.computations.setdefault(match[2], {})
                 self.entry = match[2] if match[1] else self.entry
             elif match := _INSTRUCTION.match(line):
-                root, name, shape, kind, rest = match.groups()
+                root, name, shape, kind, arguments = match.groups()
                 kind = "fusion" if kind == "fusion-start" else kind
-                current[name] = HloInstruction(name, kind, shape, rest, bool(root), line)
+                current[name] = HloInstruction(name, kind, shape, arguments, bool(root), line)
 
     def instructions(self, computation: str) -> list[HloInstruction]:
         """Returns the instructions of a computation; none if the text has no such computation."""
@@ -97,38 +97,38 @@ class Module:
         """Returns the name of the value of a computation."""
         return next((x.name for x in self.instructions(computation) if x.is_root), "")
 
-    def trip_count(self, loop: HloInstruction, around: str) -> int | None:
+    def trip_count(self, loop: HloInstruction, enclosing: str) -> int | None:
         """How often a loop in a computation runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1; None
         if it is unknown."""
-        if known := _TRIPS.search(loop.rest):
-            return int(known[1])
+        if match := _TRIPS.search(loop.arguments):
+            return int(match[1])
         condition, body = loop.loop or ("", "")
-        counts = re.fullmatch(r"entry (\d+) < (\d+)", self._value(condition, self.root(condition)))
+        counts = re.fullmatch(r"entry (\d+) < (\d+)", self._evaluate(condition, self.root(condition)))
         if not counts:
             return None
         number = int(counts[1])
-        from_zero = self._value(around, loop.operands[0], number) == "0"
-        by_one = self._value(body, self.root(body), number) == f"entry {number} + 1"
+        from_zero = self._evaluate(enclosing, loop.operands[0], number) == "0"
+        by_one = self._evaluate(body, self.root(body), number) == f"entry {number} + 1"
         return int(counts[2]) if from_zero and by_one else None
 
-    def _value(self, computation: str, name: str, number: int | None = None) -> str:
+    def _evaluate(self, computation: str, name: str, number: int | None = None) -> str:
         """Returns a value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has
         none.
         """
-        made = self.computations.get(computation, {}).get(name)
-        if made is None:
+        instruction = self.computations.get(computation, {}).get(name)
+        if instruction is None:
             return ""
-        kind, operands = made.kind, made.operands
+        kind, operands = instruction.kind, instruction.operands
         if kind in _COPIES:
-            return self._value(computation, operands[0], number)
+            return self._evaluate(computation, operands[0], number)
         if kind == "tuple" and number is not None:
-            return self._value(computation, operands[number]) if number < len(operands) else ""
+            return self._evaluate(computation, operands[number]) if number < len(operands) else ""
         if kind == "constant":
-            return made.rest.split(")", 1)[0]
-        if kind == "get-tuple-element" and self._value(computation, operands[0]) == "parameter":
-            return f"entry {made.rest.rpartition('index=')[2].partition(',')[0]}"
-        if kind == "add" or (kind == "compare" and "direction=LT" in made.rest):
-            return {"add": " + ", "compare": " < "}[kind].join(self._value(computation, x) for x in operands)
+            return instruction.arguments.split(")", 1)[0]
+        if kind == "get-tuple-element" and self._evaluate(computation, operands[0]) == "parameter":
+            return f"entry {instruction.arguments.rpartition('index=')[2].partition(',')[0]}"
+        if kind == "add" or (kind == "compare" and "direction=LT" in instruction.arguments):
+            return {"add": " + ", "compare": " < "}[kind].join(self._evaluate(computation, x) for x in operands)
         return kind
 
 
@@ -139,10 +139,10 @@ def module_of(compiled: jax.stages.Compiled) -> Module:
 
 def nbytes_of(shape: str) -> int:
     """Returns the bytes of a shape in XLA's syntax, such as `f32[8,2]{1,0}`, or of all shapes of a tuple."""
-    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
+    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _element_bytes(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
-def _width(dtype: str) -> int:
+def _element_bytes(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1  # pred
 
@@ -167,33 +167,33 @@ class CollectiveReport(NamedTuple):
 
 def collectives(module: Module) -> CollectiveReport:
     """Finds the collectives of a compiled program."""
-    known, read = True, set[str]()
+    lengths_known, parsed_lines = True, set[str]()
 
     def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
-        nonlocal known
-        for made in module.instructions(name):
-            kind = made.kind.removesuffix("-start")
+        nonlocal lengths_known
+        for instruction in module.instructions(name):
+            kind = instruction.kind.removesuffix("-start")
             if kind in COLLECTIVES:
-                known &= sure
-                read.add(made.line)
-                shape = _result(made.shape) if kind not in (made.kind, "all-reduce") else made.shape
-                yield Collective(kind, nbytes_of(shape), times, made.source or "")
-            if made.loop:
-                trips = module.trip_count(made, name)
+                lengths_known &= sure
+                parsed_lines.add(instruction.line)
+                shape = _result_shape(instruction.shape) if kind not in (instruction.kind, "all-reduce") else instruction.shape
+                yield Collective(kind, nbytes_of(shape), times, instruction.source or "")
+            if instruction.loop:
+                trips = module.trip_count(instruction, name)
                 length, sure_inside = 1 if trips is None else trips, sure and trips is not None
-                condition, body = made.loop
+                condition, body = instruction.loop
                 yield from visit(condition, times * (1 if trips is None else length + 1), sure_inside)
                 yield from visit(body, times * length, sure_inside)
-            elif made.kind not in ("async-update", "async-done"):  # they repeat the computation that async-start calls
-                for inner in made.called:
+            elif instruction.kind not in ("async-update", "async-done"):  # they repeat the computation that async-start calls
+                for inner in instruction.called:
                     yield from visit(inner, times, sure)
 
-    found = list(visit(module.entry, 1, True))
+    results = list(visit(module.entry, 1, True))
     mentioned = {line for line in module.text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
-    return CollectiveReport(found, known, bool(module.instructions(module.entry)) and mentioned <= read)
+    return CollectiveReport(results, lengths_known, bool(module.instructions(module.entry)) and mentioned <= parsed_lines)
 
 
-def _result(shape: str) -> str:
+def _result_shape(shape: str) -> str:
     """Returns the result's shape in an asynchronous start, which is a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape
@@ -224,39 +224,39 @@ def operations(module: Module, fragments: Collection[str]) -> dict[str, Operatio
       fragments: the names of the fragments that it may hold.
     """
     find = fragment_finder(fragments)
-    found: dict[str, Operation] = {}
+    by_name: dict[str, Operation] = {}
     users: dict[str, str] = {}  # the operation that each computation is a part of
     inside: dict[str, str] = {}  # the computation that each operation is in
     for computation, instructions in module.computations.items():
-        for name, made in instructions.items():
+        for name, instruction in instructions.items():
             inside[name] = computation
-            users |= dict.fromkeys(made.loop or made.called, name)
-            found[name] = Operation(made.kind, _of(module, find, made))
-    for name, (kind, fragment, _) in found.items():
-        around = name
-        while fragment is None and (user := users.get(inside[around])) is not None:
-            around, fragment = user, found[user].fragment
-        found[name] = Operation(kind, fragment, users.get(inside[name], ""))
-    return found
+            users |= dict.fromkeys(instruction.loop or instruction.called, name)
+            by_name[name] = Operation(instruction.kind, _fragment_of(module, find, instruction))
+    for name, (kind, fragment, _) in by_name.items():
+        enclosing = name
+        while fragment is None and (user := users.get(inside[enclosing])) is not None:
+            enclosing, fragment = user, by_name[user].fragment
+        by_name[name] = Operation(kind, fragment, users.get(inside[name], ""))
+    return by_name
 
 
-def _of(module: Module, find: Callable[[HloInstruction], str | None], made: HloInstruction) -> str | None:
+def _fragment_of(module: Module, find: Callable[[HloInstruction], str | None], instruction: HloInstruction) -> str | None:
     """Returns the fragment of an instruction: as its own name says, or for a fusion, the last of its parts that has one."""
-    if (own := find(made)) is not None or made.kind != "fusion":
-        return own
-    parts = (find(inner) for part in made.called for inner in module.instructions(part))
+    if (direct := find(instruction)) is not None or instruction.kind != "fusion":
+        return direct
+    parts = (find(inner) for part in instruction.called for inner in module.instructions(part))
     return next((fragment for fragment in reversed([*parts]) if fragment is not None), None)
 
 
 def fragment_finder(fragments: Collection[str]) -> Callable[[HloInstruction], str | None]:
     """Finds the innermost of these fragments that an instruction is of; "" if it is of none, None if its text does not tell."""
-    written: Mapping[str, str] = {_as_written(name): name for name in fragments}
-    names = "|".join(re.escape(name) for name in sorted(written, key=len, reverse=True))
+    names_in_text: Mapping[str, str] = {_as_written(name): name for name in fragments}
+    names = "|".join(re.escape(name) for name in sorted(names_in_text, key=len, reverse=True))
     fragment = re.compile(rf"(?<!\w)(?:{names})(?!\w)") if names else None
 
-    def find(made: HloInstruction) -> str | None:
-        found = fragment.findall(made.source or "") if fragment else []
-        return None if made.source is None else written[found[-1]] if found else ""
+    def find(instruction: HloInstruction) -> str | None:
+        matches = fragment.findall(instruction.source or "") if fragment else []
+        return None if instruction.source is None else names_in_text[matches[-1]] if matches else ""
 
     return find
 

@@ -83,56 +83,56 @@ def launches(module: Module, fragments: Collection[str] = ()) -> tuple[Launches,
       What is launched in every loop for every fragment, in the order of the program.
     """
     fragment_of = fragment_finder(fragments)
-    found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+    counts: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 
     def visit(name: str, trips: tuple[int, ...], loop: str) -> None:
-        for made in module.instructions(name):
-            if made.loop:
-                (condition, body), known = made.loop, module.trip_count(made, name)
-                if known is None:  # the device decides after every turn whether there is another one
+        for instruction in module.instructions(name):
+            if instruction.loop:
+                (condition, body), trip_count = instruction.loop, module.trip_count(instruction, name)
+                if trip_count is None:  # the device decides after every turn whether there is another one
                     visit(condition, (*trips, 1), body)
-                visit(body, (*trips, 1 if known is None else known), body)
-            elif made.kind in ("call", "async-start"):
-                for inner in made.called:
+                visit(body, (*trips, 1 if trip_count is None else trip_count), body)
+            elif instruction.kind in ("call", "async-start"):
+                for inner in instruction.called:
                     visit(inner, trips, loop)
-            elif made.kind == "conditional":
-                _visit_largest(made.called, trips, loop)
-            elif made.kind not in _NOTHING and not _NO_CALLS.search(made.rest):
-                entry = found.setdefault((fragment_of(made) or "", trips, loop), [0] * (len(_COLUMNS) + 1))
-                entry[_COLUMNS.index(_column(made.kind))] += 1
-                entry[-1] += _moved(module, name, made)
+            elif instruction.kind == "conditional":
+                _visit_largest(instruction.called, trips, loop)
+            elif instruction.kind not in _NOTHING and not _NO_CALLS.search(instruction.arguments):
+                entry = counts.setdefault((fragment_of(instruction) or "", trips, loop), [0] * (len(_COLUMNS) + 1))
+                entry[_COLUMNS.index(_column(instruction.kind))] += 1
+                entry[-1] += _traffic(module, name, instruction)
 
     def _visit_largest(branches: Sequence[str], trips: tuple[int, ...], loop: str) -> None:
-        nonlocal found
-        before, outcomes = found, []
+        nonlocal counts
+        before, outcomes = counts, []
         for branch in branches:
-            found = {key: list(numbers) for key, numbers in before.items()}
+            counts = {key: list(numbers) for key, numbers in before.items()}
             visit(branch, trips, loop)
-            outcomes.append(found)
-        found = max(outcomes, key=lambda o: sum(sum(n[:-1]) for n in o.values()), default=before)
+            outcomes.append(counts)
+        counts = max(outcomes, key=lambda o: sum(sum(n[:-1]) for n in o.values()), default=before)
 
     visit(module.entry, (), "")
-    return tuple(Launches(fragment, trips, *numbers) for (fragment, trips, _), numbers in found.items())
+    return tuple(Launches(fragment, trips, *numbers) for (fragment, trips, _), numbers in counts.items())
 
 
-def per_iteration(found: Iterable[Launches]) -> tuple[Launches, ...]:
+def per_iteration(program_launches: Iterable[Launches]) -> tuple[Launches, ...]:
     """Returns the launches of one repetition of the outermost loops, without the surrounding code."""
-    return tuple(replace(x, trips=x.trips[1:]) for x in found if x.trips)
+    return tuple(replace(x, trips=x.trips[1:]) for x in program_launches if x.trips)
 
 
-def roofline_seconds(device_kind: str, found: Iterable[tuple[Launches, int]], flops: float) -> float | None:
+def roofline_seconds(device_kind: str, device_launches: Iterable[tuple[Launches, int]], flops: float) -> float | None:
     """Returns a lower bound on a device's time per iteration; None if the device is unknown.
 
     Args:
       device_kind: JAX's name of the device.
-      found: its launches, with their repetitions.
+      device_launches: its launches, with their repetitions.
       flops: its floating-point operations.
     """
     speeds = next((speeds for kind, speeds in _SPEEDS.items() if kind in device_kind), None)
     if speeds is None:
         return None
-    (bandwidth, peak, launch), found = speeds, list(found)
-    moved, count = (sum(getattr(x, name) * times for x, times in found) for name in ("nbytes", "count"))
+    (bandwidth, peak, launch), device_launches = speeds, list(device_launches)
+    moved, count = (sum(getattr(x, name) * times for x, times in device_launches) for name in ("nbytes", "count"))
     return max(moved / bandwidth, flops / peak, count * launch)
 
 
@@ -145,18 +145,18 @@ def _column(kind: str) -> str:
     return {"custom-call": "library_calls", "copy": "copies", "copy-start": "copies"}.get(kind, "kernels")
 
 
-def _moved(module: Module, computation: str, made: HloInstruction) -> int:
+def _traffic(module: Module, computation: str, instruction: HloInstruction) -> int:
     """Returns the bytes that an instruction of a computation reads and writes."""
-    if made.kind != "fusion":
-        return _of_one(made, module.computations[computation])
-    inside = made.called[0]
-    body = module.computations.get(inside, {})
-    read = sum(_read(name, body) for name, inner in body.items() if inner.kind == "parameter")
-    return read + _written(module.root(inside), body)
+    if instruction.kind != "fusion":
+        return _traffic_of_one(instruction, module.computations[computation])
+    body_name = instruction.called[0]
+    body = module.computations.get(body_name, {})
+    read_bytes = sum(_bytes_read(name, body) for name, inner in body.items() if inner.kind == "parameter")
+    return read_bytes + _bytes_written(module.root(body_name), body)
 
 
-def _of_one(instruction: HloInstruction, made: Mapping[str, HloInstruction]) -> int:
-    sizes = [nbytes_of(made[name].shape) for name in instruction.operands if name in made]
+def _traffic_of_one(instruction: HloInstruction, body: Mapping[str, HloInstruction]) -> int:
+    sizes = [nbytes_of(body[name].shape) for name in instruction.operands if name in body]
     if instruction.kind in _SLICES:
         return 2 * nbytes_of(instruction.shape)
     if instruction.kind == "dynamic-update-slice":
@@ -164,10 +164,10 @@ def _of_one(instruction: HloInstruction, made: Mapping[str, HloInstruction]) -> 
     return nbytes_of(instruction.shape) + sum(sizes)
 
 
-def _read(name: str, body: Mapping[str, HloInstruction]) -> int:
+def _bytes_read(name: str, body: Mapping[str, HloInstruction]) -> int:
     """Returns the bytes of a parameter that a fusion reads: slices, where it takes nothing else of it."""
     total = 0
-    for user, place in _uses(name, body):
+    for user, place in _find_uses(name, body):
         if user.kind in _SLICES and place == 0:
             total += nbytes_of(user.shape)
         elif user.kind != "dynamic-update-slice" or place != 0:
@@ -175,24 +175,24 @@ def _read(name: str, body: Mapping[str, HloInstruction]) -> int:
     return min(total, nbytes_of(body[name].shape))
 
 
-def _uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloInstruction, int]]:
+def _find_uses(name: str, body: Mapping[str, HloInstruction]) -> Iterator[tuple[HloInstruction, int]]:
     for other, user in body.items():
         for place, operand in enumerate(user.operands):
             if operand == name and user.kind == "bitcast":
-                yield from _uses(other, body)
+                yield from _find_uses(other, body)
             elif operand == name:
                 yield user, place
 
 
-def _written(name: str, body: Mapping[str, HloInstruction]) -> int:
+def _bytes_written(name: str, body: Mapping[str, HloInstruction]) -> int:
     """Returns the bytes that a fusion writes: an update, where its result is an array that it updates in place."""
-    made = body.get(name)
-    if made is None:
+    instruction = body.get(name)
+    if instruction is None:
         return 0
-    if made.kind == "tuple":
-        return sum(_written(operand, body) for operand in made.operands)
-    if made.kind == "bitcast" and made.operands:
-        return _written(made.operands[0], body)
-    if made.kind == "dynamic-update-slice":
-        return nbytes_of(body[made.operands[1]].shape) if made.operands[1] in body else 0
-    return nbytes_of(made.shape)
+    if instruction.kind == "tuple":
+        return sum(_bytes_written(operand, body) for operand in instruction.operands)
+    if instruction.kind == "bitcast" and instruction.operands:
+        return _bytes_written(instruction.operands[0], body)
+    if instruction.kind == "dynamic-update-slice":
+        return nbytes_of(body[instruction.operands[1]].shape) if instruction.operands[1] in body else 0
+    return nbytes_of(instruction.shape)

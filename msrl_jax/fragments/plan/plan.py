@@ -125,9 +125,9 @@ class Plan:
 
         Omits placements on CPUs, where launches are not counted.
         """
-        found = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
-        each = {name: sum(n for placement, n in found if placement == name) for name in self.placements}
-        return {name: number for name, number in each.items() if number}
+        counts = [(p.placement, p.runs * x.times * x.count) for p in self.programs for x in p.launches]
+        totals = {name: sum(n for placement, n in counts if placement == name) for name in self.placements}
+        return {name: number for name, number in totals.items() if number}
 
     @property
     def bytes_crossing(self) -> int:
@@ -166,8 +166,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as plain Python data for JSON."""
-        totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
-        totals += ("launches",)
+        totals = (
+            *("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives"),
+            *("memory", "launches"),
+        )
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:

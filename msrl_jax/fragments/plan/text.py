@@ -13,23 +13,23 @@ Crossing: TypeAlias = Any
 
 def size(nbytes: int) -> str:
     """Returns a readable number of bytes, such as `1.5 KiB`."""
-    return _readable(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
+    return _with_unit(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def count(number: int) -> str:
     """Returns a readable number, such as `1.5M`."""
-    return _readable(number, 1000, ("", "k", "M", "G", "T"))
+    return _with_unit(number, 1000, ("", "k", "M", "G", "T"))
 
 
-def _readable(number: int, step: int, units: Sequence[str]) -> str:
-    most = len(units) - 1
-    power = next((k for k in range(most) if number / step**k < step), most)
+def _with_unit(number: int, step: int, units: Sequence[str]) -> str:
+    last_unit = len(units) - 1
+    power = next((k for k in range(last_unit) if number / step**k < step), last_unit)
     return f"{number / step**power:.{min(power, 1)}f}{units[power]}"
 
 
-def _shorten(name: str, most: int = 40) -> str:
+def _shorten(name: str, max_length: int = 40) -> str:
     parts = name.split("+")
-    return name if len(name) <= most else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
+    return name if len(name) <= max_length else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
 
 
 _columns = functools.partial(table, indent=2)
@@ -44,15 +44,15 @@ def subtree(path: str) -> str:
     return match[1] + match[3] if match else path
 
 
-def grouped(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
+def group_crossings(crossings: Sequence[Crossing]) -> list[tuple[str, list[Crossing]]]:
     """Groups the arrays of a subtree with equal dtype, source, destination, times and codec; returns names and groups."""
-    together: dict[tuple[Any, ...], list[Crossing]] = {}
+    groups: dict[tuple[str | int, ...], list[Crossing]] = {}
     for c in crossings:
         key = (subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
-        together.setdefault(key, []).append(c)
+        groups.setdefault(key, []).append(c)
     return [
         (leaves[0].value if len(leaves) == 1 else f"{subtree} ({len(leaves)} leaves)", leaves)
-        for (subtree, *_), leaves in together.items()
+        for (subtree, *_), leaves in groups.items()
     ]
 
 
@@ -70,21 +70,21 @@ def _crossing_row(name: str, leaves: Sequence[Crossing]) -> list[str]:
     ]
 
 
-def _some(devices: Sequence[str]) -> str:
+def _device_range(devices: Sequence[str]) -> str:
     """Returns the names of devices, or only the first and the last if there are many."""
     return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
 
 
 def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
     counts = [f"{number:,} @ {name}" for name, number in plan.launches.items()]
-    least = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.roofline_seconds.items()]
-    predicted = f"; predicted, at least {', '.join(least)}" if least else ""
+    lower_bounds = [f"{seconds * 1e3:.3g} ms @ {name}" for name, seconds in plan.roofline_seconds.items()]
+    predicted = f"; predicted, at least {', '.join(lower_bounds)}" if lower_bounds else ""
     in_all = dict.fromkeys([d for name in plan.launches for d in plan.placements[name]], 0)
     for name, number in plan.launches.items():
         in_all |= {d: in_all[d] + number for d in plan.placements[name]}
-    if (most := max(in_all.values())) > max(plan.launches.values()):
-        device = next(d for d, number in in_all.items() if number == most)
-        predicted += f"; {device}, which placements share, launches {most:,} in all"
+    if (largest := max(in_all.values())) > max(plan.launches.values()):
+        device = next(d for d, number in in_all.items() if number == largest)
+        predicted += f"; {device}, which placements share, launches {largest:,} in all"
     head = ("program", "fragment", "loops", "times/iteration", "kernels", "library calls", "copies", "collectives", "bytes")
     rows = [
         (
@@ -108,8 +108,8 @@ def _launch_lines(plan: Plan, title: Mapping[str, str]) -> list[str]:
 
 def table_of(plan: Plan) -> str:
     """Returns the tables of a plan."""
-    where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
-    where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
+    where = "; ".join(f"{name} = {_device_range(devices)}" for name, devices in plan.placements.items())
+    where += f"; idle = {_device_range(plan.idle)}" if plan.idle else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
     stale = f", staleness {plan.staleness}" if plan.staleness else ""
     lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
@@ -141,10 +141,10 @@ def table_of(plan: Plan) -> str:
     unpacked = f", {size(plan.unpacked_bytes_crossing)} unpacked" if packed else ""
     lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
     head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
-    shown = len(head) if packed else head.index("codec")
-    rows = [_crossing_row(*each)[:shown] for each in grouped(plan.crossings)]
-    lines += _columns(head[:shown], rows) if rows else ["  nothing"]
-    found = [(p, c) for p in plan.programs for c in p.collectives]
+    num_columns = len(head) if packed else head.index("codec")
+    rows = [_crossing_row(*group)[:num_columns] for group in group_crossings(plan.crossings)]
+    lines += _columns(head[:num_columns], rows) if rows else ["  nothing"]
+    collectives = [(p, c) for p in plan.programs for c in p.collectives]
     unclear = [p for p in plan.programs if not p.collectives_known]
     lines += ["", "collectives inside programs"]
     lines += (
@@ -152,10 +152,10 @@ def table_of(plan: Plan) -> str:
             ("program", "kind", "bytes", "times/iteration", "source"),
             [
                 (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
-                for p, c in found
+                for p, c in collectives
             ],
         )
-        if found
+        if collectives
         else ["  none"]
         if not unclear
         else []

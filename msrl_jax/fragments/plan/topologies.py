@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -24,7 +23,7 @@ _CHIPS_PER_HOST = (2, 2, 1)
 
 # What XLA's compiler needs to know of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability,
 # number of multiprocessors, float32 units, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
-_GPUS: dict[str, dict[str, Any]] = {
+_GPUS: dict[str, dict[str, str | int | float]] = {
     "a100": {
         "capability": "major: 8",
         "cores": 108,
@@ -87,19 +86,19 @@ def plan_devices(spec: str) -> list[Device]:
     """
     if not isinstance(spec, str):
         raise TypeError(f"devices {spec!r}: pass a string; use {FORMS}")
-    platform, *rest = spec.lower().split(":")
+    platform, *parameters = spec.lower().split(":")
     if platform not in ("tpu", "gpu", "cpu"):
-        near = suggestion(platform, ("tpu", "gpu", "cpu"))
-        raise ValueError(f"devices {spec!r}: unknown platform {platform!r}{near}; use {FORMS}")
+        hint = suggestion(platform, ("tpu", "gpu", "cpu"))
+        raise ValueError(f"devices {spec!r}: unknown platform {platform!r}{hint}; use {FORMS}")
     if platform == "cpu":
-        return _cpus(spec, rest)
+        return _cpus(spec, parameters)
     kinds = _TPUS if platform == "tpu" else tuple(_GPUS)
-    if len(rest) != 2:
+    if len(parameters) != 2:
         raise ValueError(f"devices {spec!r}: pass a kind and a number of devices; use {FORMS}")
-    kind, size = rest
+    kind, size = parameters
     if kind not in kinds:
-        near = suggestion(kind, kinds)
-        raise ValueError(f"devices {spec!r}: unknown {platform.upper()} {kind!r}{near}; use {', '.join(kinds)}")
+        unknown = f"unknown {platform.upper()} {kind!r}{suggestion(kind, kinds)}"
+        raise ValueError(f"devices {spec!r}: {unknown}; use {', '.join(kinds)}")
     sizes = _sizes(spec, size)
     return _tpus(spec, kind, sizes) if platform == "tpu" else _gpus(spec, kind, sizes)
 
@@ -116,25 +115,25 @@ def _sizes(spec: str, text: str) -> list[int]:
     return [int(n) for n in text.split("x")]
 
 
-def _cpus(spec: str, rest: list[str]) -> list[Device]:
-    if len(rest) != 1 or len(sizes := _sizes(spec, rest[0])) != 1:
+def _cpus(spec: str, parameters: list[str]) -> list[Device]:
+    if len(parameters) != 1 or len(sizes := _sizes(spec, parameters[0])) != 1:
         raise ValueError(f"devices {spec!r}: pass a number of devices, such as cpu:8")
-    found = jax.devices("cpu")
-    if len(found) < sizes[0]:
+    devices = jax.devices("cpu")
+    if len(devices) < sizes[0]:
         raise ValueError(
-            f"devices {spec!r}: this process has {len(found)} CPU device{'s' * (len(found) > 1)}. Call "
+            f"devices {spec!r}: this process has {len(devices)} CPU device{'s' * (len(devices) > 1)}. Call "
             f'jax.config.update("jax_num_cpu_devices", {sizes[0]}) before JAX starts'
         )
-    return found[: sizes[0]]
+    return devices[: sizes[0]]
 
 
 def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     sizes += [1] * (3 - len(sizes))
-    host = tuple(min(n, most) for n, most in zip(sizes, _CHIPS_PER_HOST, strict=True))
+    host = tuple(min(n, limit) for n, limit in zip(sizes, _CHIPS_PER_HOST, strict=True))
     name = "x".join(map(str, sizes))
     try:
-        with _environment(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"):
-            found = topologies.get_topology_desc(f"{kind}:{name}", "tpu", chips_per_host_bounds=host).devices
+        with _set_environment(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"):
+            devices = topologies.get_topology_desc(f"{kind}:{name}", "tpu", chips_per_host_bounds=host).devices
     except (RuntimeError, NotImplementedError) as error:
         if "not installed" in str(error) or "libtpu" in str(error):
             raise ImportError(
@@ -142,7 +141,7 @@ def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
                 "pip install 'msrl-jax[tpu]', or the libtpu that this version of JAX requires (pip install 'jax[tpu]')"
             ) from error
         raise ValueError(f"devices {spec!r}: no such topology: {_first_line(error)}") from error
-    return list(found)
+    return list(devices)
 
 
 def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
@@ -169,7 +168,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _set_environment(**variables: str) -> Iterator[None]:
     """Temporarily sets variables that are not set: otherwise libtpu would query the cloud for them, or complain."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})

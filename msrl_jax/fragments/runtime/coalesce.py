@@ -1,15 +1,15 @@
 """Coalescing: small values of a Move travel as one vector, because every transferred array costs host time."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from msrl_jax._compat import ShapedArray
 from msrl_jax.fragments.passes.instructions import Move, Value
-from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, replicated_sharding
 from msrl_jax.fragments.runtime.memory import is_planned
 
 SMALL = 2**16
@@ -26,36 +26,38 @@ def coalesce(i: Move, executables: Executables) -> None:
     devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
     if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
         return
-    at = executables.shardings
+    shardings = executables.shardings
     groups: dict[str, list[int]] = {}
     for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
-        if _is_plain(source) and source.nbytes <= SMALL and at[result].is_fully_replicated:
+        if _is_plain(source) and source.nbytes <= SMALL and shardings[result].is_fully_replicated:
             groups.setdefault(source.aval.dtype.name, []).append(k)
-    several = [ks for ks in groups.values() if len(ks) > 1]
-    if not several:
+    if not (joinable := [ks for ks in groups.values() if len(ks) > 1]):
         return
-    joined = tuple(k for ks in several for k in ks)
-    alone = tuple(k for k in range(len(i.sources)) if k not in joined)
-    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in several)
+    joined = tuple(k for ks in joinable for k in ks)
+    separate = tuple(k for k in range(len(i.sources)) if k not in joined)
+    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in joinable)
 
     def join(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        rest = iter(arrays)
-        return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
+        remaining = iter(arrays)
+        return tuple(jnp.concatenate([next(remaining).reshape(-1) for _ in group]) for group in shapes)
 
     def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
         pairs = zip(vectors, shapes, strict=True)
         parts = [(jnp.split(v, np.cumsum([math.prod(shape) for shape in group])[:-1]), group) for v, group in pairs]
         return tuple(x.reshape(shape) for xs, group in parts for x, shape in zip(xs, group, strict=True))
 
-    sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
-    arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
-    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
+    source_shardings, result_shardings = (
+        [replicated_sharding(i.sources[0])] * len(joinable),
+        [replicated_sharding(i.results[0])] * len(joinable),
+    )
+    arrays = [_spec(i.sources[k].aval, shardings[i.sources[k]]) for k in joined]
+    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), result_shardings, strict=True)]
     executables.coalesced[i] = Coalesced(
-        alone,
+        separate,
         joined,
-        executables.compile(Request(("join", shapes), join, arrays, (), sent)),
-        executables.compile(Request(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined])),
-        (*(at[i.results[k]] for k in alone), *arriving),
+        executables.compile(Request(("join", shapes), join, arrays, (), source_shardings)),
+        executables.compile(Request(("split", shapes), split, vectors, (), [shardings[i.results[k]] for k in joined])),
+        (*(shardings[i.results[k]] for k in separate), *result_shardings),
     )
 
 
@@ -65,5 +67,5 @@ def _is_plain(value: Value) -> bool:
     return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
 
 
-def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _spec(kind: ShapedArray | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)

@@ -11,8 +11,8 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.instructions import RunProgram, Value
 from msrl_jax.fragments.passes.prepare import prepare_for_placement
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
-from msrl_jax.fragments.runtime.shardings import Shardings, is_same, scattered
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding, to_placement_sharding
+from msrl_jax.fragments.runtime.shardings import Shardings, is_same, scattered_sharding
 
 
 def compile_program(
@@ -42,29 +42,36 @@ def compile_program(
     Raises:
       RuntimeError: if XLA's choice changes with every compilation.
     """
-    takes, makes = _arguments(run), run.makes()
+    arguments, results = _arguments(run), run.makes()
     same_as = {**same_as, **{updated: buffer for buffer, updated in run.writes}}
-    same_as = {v: same_as[v] for v in makes if v in same_as}
-    known = {v: shardings[v] for v in (*takes, *same_as.values())}
+    same_as = {v: same_as[v] for v in results if v in same_as}
+    local_shardings = {v: shardings[v] for v in (*arguments, *same_as.values())}
     is_single = run.placement.mesh.size == 1
-    if is_single or not any(known[v] for v in takes):
-        known |= {v: known[v] or replicated(v) for v in takes}
+    if is_single or not any(local_shardings[v] for v in arguments):
+        local_shardings |= {v: local_shardings[v] or replicated_sharding(v) for v in arguments}
     prescribed: dict[Value, NamedSharding] = {}
-    for v in makes:
-        replaced = known[same_as[v]] if v in same_as else None
-        if at := required.get(v) or replaced or (replicated(v) if is_single or not takes else None):
-            prescribed[v] = at
-    for _ in range(len(makes) + 2):
-        compiled, donates_all = _compile_once(run, known, [prescribed.get(v) for v in makes], executables)
-        pairs = zip(takes, compiled.input_shardings[0], strict=True)
-        chosen = {v: to_placement_sharding(s, v) for v, s in pairs if known[v] is None}
-        known |= {v: at or replicated(v) for v, at in chosen.items()}
-        made = {v: to_placement_sharding(s, v) for v, s in zip(makes, compiled.output_shardings, strict=True)} | prescribed
-        wrong = _wrong_results({v: at for v, at in made.items() if v not in prescribed}, known, same_as, to_shards)
-        if donates_all and None not in chosen.values() and not wrong:
-            known |= {same_as[v]: made[v] for v in same_as if known[same_as[v]] is None}
-            return compiled, {**known, **made}
-        prescribed |= wrong
+    for v in results:
+        replaced = local_shardings[same_as[v]] if v in same_as else None
+        if sharding := required.get(v) or replaced or (replicated_sharding(v) if is_single or not arguments else None):
+            prescribed[v] = sharding
+    for _ in range(len(results) + 2):
+        compiled, donates_all = _compile_once(run, local_shardings, [prescribed.get(v) for v in results], executables)
+        pairs = zip(arguments, compiled.input_shardings[0], strict=True)
+        input_choices = {v: to_placement_sharding(s, v) for v, s in pairs if local_shardings[v] is None}
+        local_shardings |= {v: sharding or replicated_sharding(v) for v, sharding in input_choices.items()}
+        result_shardings = {
+            v: to_placement_sharding(s, v) for v, s in zip(results, compiled.output_shardings, strict=True)
+        } | prescribed
+        corrections = _corrections(
+            {v: sharding for v, sharding in result_shardings.items() if v not in prescribed},
+            local_shardings,
+            same_as,
+            to_shards,
+        )
+        if donates_all and None not in input_choices.values() and not corrections:
+            local_shardings |= {same_as[v]: result_shardings[v] for v in same_as if local_shardings[same_as[v]] is None}
+            return compiled, {**local_shardings, **result_shardings}
+        prescribed |= corrections
     raise RuntimeError(f"XLA's shardings for {run.name!r} @ {run.placement} change with every compilation")
 
 
@@ -73,56 +80,56 @@ def _arguments(run: RunProgram) -> list[Value]:
 
 
 def _compile_once(
-    run: RunProgram, known: Shardings, out: Sequence[NamedSharding | None], executables: Executables
+    run: RunProgram, shardings: Shardings, out: Sequence[NamedSharding | None], executables: Executables
 ) -> tuple[jax.stages.Compiled, bool]:
     """Compiles a program; returns whether it donates every input that it could."""
-    takes, first = _arguments(run), 1 if run.index else 0
-    donate = [first + k for k in _reusable(run, known, out)]
+    arguments, first = _arguments(run), 1 if run.index else 0
+    donate = [first + k for k in _reusable_inputs(run, shardings, out)]
     donate += [first + len(run.inputs) + k for k in range(len(run.writes))]
     key = (program_key(run.jaxpr), len(run.outputs), run.rows, bool(run.index))
-    request = Request(key, body(run), [argument(v, known[v]) for v in takes], donate, out)
+    request = Request(key, body(run), [argument(v, shardings[v]) for v in arguments], donate, out)
     try:
         return executables.compile(request), True
     except (RuntimeError, ValueError):
         # JAX pairs a donated argument whose sharding is open with a result of its shape, and XLA rejects a pair with two
         # different shardings. Once the sharding is known, the argument is donated.
-        closed = [k for k in sorted(donate) if known[takes[k]] is not None]
+        closed = [k for k in sorted(donate) if shardings[arguments[k]] is not None]
         if len(closed) == len(donate):
             raise
         return executables.compile(replace(request, donate=closed)), False
 
 
-def _reusable(run: RunProgram, known: Shardings, out: Sequence[NamedSharding | None]) -> Iterator[int]:
+def _reusable_inputs(run: RunProgram, shardings: Shardings, out: Sequence[NamedSharding | None]) -> Iterator[int]:
     """Yields the donated inputs for which there is a result of the same size on each device."""
-    room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(run.outputs, out, strict=False)]
+    available = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(run.outputs, out, strict=False)]
     open_choice = None in out
     for k in run.donated:
-        value, at = run.inputs[k], known[run.inputs[k]]
-        for place in room:
-            if place[:2] == (value.aval.shape, value.aval.dtype) and (open_choice or place[2] == at):
-                room.remove(place)
+        value, sharding = run.inputs[k], shardings[run.inputs[k]]
+        for slot in available:
+            if slot[:2] == (value.aval.shape, value.aval.dtype) and (open_choice or slot[2] == sharding):
+                available.remove(slot)
                 yield k
                 break
 
 
-def _wrong_results(
-    chosen: Shardings, known: Shardings, same_as: Mapping[Value, Value], to_shards: Set[Value]
+def _corrections(
+    result_shardings: Shardings, shardings: Shardings, same_as: Mapping[Value, Value], to_shards: Set[Value]
 ) -> dict[Value, NamedSharding]:
-    """Returns the shardings to prescribe for results that XLA sharded differently than needed; `chosen` is None if
+    """Returns the shardings to prescribe for results that XLA sharded differently than needed; `result_shardings` is None if
     inexpressible.
     """
-    wrong: dict[Value, NamedSharding] = {}
-    for v, at in chosen.items():
-        replaced = known[same_as[v]] if v in same_as else None
+    corrections: dict[Value, NamedSharding] = {}
+    for v, sharding in result_shardings.items():
+        replaced = shardings[same_as[v]] if v in same_as else None
         if replaced is not None:
-            if at is None or not is_same(replaced, at, v):
-                wrong[v] = replaced
-        elif at is None:
-            wrong[v] = replicated(v)
-        elif v in to_shards and v not in same_as and not any(at.spec) and any((split := scattered(v)).spec):
+            if sharding is None or not is_same(replaced, sharding, v):
+                corrections[v] = replaced
+        elif sharding is None:
+            corrections[v] = replicated_sharding(v)
+        elif v in to_shards and v not in same_as and not any(sharding.spec) and any((split := scattered_sharding(v)).spec):
             # Only shards of another placement read this value, so no device needs it whole: reduce-scatter the sum.
-            wrong[v] = split
-    return wrong
+            corrections[v] = split
+    return corrections
 
 
 def body(run: RunProgram) -> Callable[..., Any]:
@@ -130,14 +137,14 @@ def body(run: RunProgram) -> Callable[..., Any]:
 
     def fn(*args: Any) -> tuple[Any, ...]:
         evaluate = jaxpr_as_fun(prepare_for_placement(run.jaxpr, run.placement))
-        index, *rest = args if run.index is not None else (None, *args)
-        inputs, buffers = rest[: len(run.inputs)], rest[len(run.inputs) :]
+        index, *arrays = args if run.index is not None else (None, *args)
+        inputs, buffers = arrays[: len(run.inputs)], arrays[len(run.inputs) :]
         for k in run.rows:
             inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)
         results = evaluate(*inputs)
         outputs, rows = results[: len(run.outputs)], results[len(run.outputs) :]
-        stored = [jax.lax.dynamic_update_index_in_dim(b, row, index, 0) for b, row in zip(buffers, rows, strict=True)]
-        return (*outputs, *stored)
+        updated_buffers = [jax.lax.dynamic_update_index_in_dim(b, row, index, 0) for b, row in zip(buffers, rows, strict=True)]
+        return (*outputs, *updated_buffers)
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
     return fn

@@ -1,42 +1,40 @@
 """The programs of copies, of allocations, and of results of host calls."""
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
+import numpy as np
 
 from msrl_jax.fragments.passes.instructions import Alloc, HostCall, Instruction, Move, Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding
 from msrl_jax.fragments.runtime.shardings import Shardings
 
 
 def compile_copies(instructions: Iterable[Instruction], shardings: Shardings, executables: Executables) -> None:
     """Compiles the programs of Moves that copy, of Allocs and of HostCalls; their values without a sharding are replicated."""
     for i in instructions:
-        takes: tuple[Value, ...]
-        key: Hashable
-        fn: Callable[..., Any]
+        inputs: tuple[Value, ...]
         if isinstance(i, Move) and i.is_copy:
-            takes, makes, key, fn = i.sources, i.results, "copy", _copy
+            inputs, results, key, fn = i.sources, i.results, "copy", _copy
         elif isinstance(i, Move) and i.shares_devices and len(i.processes) == 1:
-            takes, makes, key, fn = i.results, i.results, "copy", _copy  # after a transfer that may have shared memory
+            inputs, results, key, fn = i.results, i.results, "copy", _copy  # after a transfer that may have shared memory
         elif isinstance(i, HostCall):
-            takes, makes, key, fn = i.outputs, i.outputs, "place", _copy  # `jax.device_put` of several arrays is slower
+            inputs, results, key, fn = i.outputs, i.outputs, "place", _copy  # `jax.device_put` of several arrays is slower
         elif isinstance(i, Alloc):
             kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
-            takes, makes, key, fn = (), i.results, ("alloc", kinds), _allocation(kinds)
+            inputs, results, key, fn = (), i.results, ("alloc", kinds), _allocation(kinds)
         else:
             continue
-        shardings.update({v: shardings[v] or replicated(v) for v in (*takes, *makes)})
-        given = [argument(v, shardings[v]) for v in takes]
-        executables.compiled[i] = executables.compile(Request(key, fn, given, (), [shardings[v] for v in makes]))
+        shardings.update({v: shardings[v] or replicated_sharding(v) for v in (*inputs, *results)})
+        arguments = [argument(v, shardings[v]) for v in inputs]
+        executables.compiled[i] = executables.compile(Request(key, fn, arguments, (), [shardings[v] for v in results]))
 
 
 def _copy(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.copy() for x in xs)
 
 
-def _allocation(kinds: Iterable[tuple[Any, Any]]) -> Callable[[], tuple[jax.Array, ...]]:
+def _allocation(kinds: Iterable[tuple[tuple[int, ...], np.dtype]]) -> Callable[[], tuple[jax.Array, ...]]:
     def empty() -> tuple[jax.Array, ...]:
         return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 

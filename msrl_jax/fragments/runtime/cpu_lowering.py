@@ -48,8 +48,10 @@ def lower_jitted(jitted: jax.stages.Wrapped, *args: Any) -> Callable[[], jax.sta
       A function that compiles it.
     """
     traced = jitted.trace(*args)
-    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    platforms = {device.platform for at in placed if at for device in at.device_set} or {jax.default_backend()}
+    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    platforms = {device.platform for sharding in shardings if sharding for device in sharding.device_set} or {
+        jax.default_backend()
+    }
     if platforms != {"cpu"}:
         return traced.lower().compile
     return functools.partial(lower_as(traced, _ON_CPU).compile, compiler_options=CPU_OPTIONS)

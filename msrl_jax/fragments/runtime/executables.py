@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax.fragments.codecs import Changes
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
@@ -25,11 +26,24 @@ SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1f
 class Coalesced:
     """How the values of a Move are sent."""
 
-    alone: tuple[int, ...]  # values that are sent separately: their positions in the Move
+    separate: tuple[int, ...]  # values that are sent separately: their positions in the Move
     joined: tuple[int, ...]  # values that are sent in vectors: their positions, in the order of the arguments of `join`
     join: jax.stages.Compiled  # the program that makes the vectors at the source
     split: jax.stages.Compiled  # the program that splits them at the destination
     shardings: tuple[NamedSharding, ...]  # the shardings at the destination: separate values first, then the vectors
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaTransfer:
+    """The programs of a Move that sends changes."""
+
+    changes: Changes
+    words: int
+    join: jax.stages.Compiled  # values -> words [N], at the source
+    compare: jax.stages.Compiled  # the last words [N], values -> words [N], positions [K], changes [K], number of changes []
+    split: jax.stages.Compiled  # words [N] -> values, at the destination
+    patch: jax.stages.Compiled  # words [N], positions [K], changes [K] -> words [N], values
+    target_sharding: NamedSharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +62,7 @@ class Request:
         return jax.tree.leaves(self.args)
 
     @functools.cached_property
-    def all(self) -> Hashable:
+    def full_key(self) -> Hashable:
         """A key that is equal for requests that one program can serve."""
         shapes = tuple((a.shape, a.dtype, bool(getattr(a, "weak_type", False)), a.sharding) for a in self.leaves)
         return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
@@ -72,7 +86,7 @@ class Executables:
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # for every RunProgram, copy and Alloc
     coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # for every Move that joins values
-    patching: dict[Instruction, Any] = field(default_factory=dict)  # the `DeltaTransfer` of every Move that sends changes
+    patching: dict[Instruction, DeltaTransfer] = field(default_factory=dict)  # for every Move that sends changes
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
     count: int = 0  # number of XLA compilations
@@ -86,14 +100,14 @@ class Executables:
 
     def compile(self, request: Request) -> jax.stages.Compiled:
         """Compiles a function ahead of time, unless an equal request has been made before."""
-        if request.all not in self._cache:
+        if request.full_key not in self._cache:
             with self._compiling(request):
-                begun = self._begun.pop(request.all, None)
-                compiled = self._cache[request.all] = (begun or request.lower())()
+                begun = self._begun.pop(request.full_key, None)
+                compiled = self._cache[request.full_key] = (begun or request.lower())()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in request.leaves):
                 self._by_jit[compiled] = request.jitted
             self.count += 1
-        return self._cache[request.all]
+        return self._cache[request.full_key]
 
     def evaluate(self, jitted: jax.stages.Wrapped, *args: Any) -> Any:
         """Evaluates a jitted function once, and counts the time of tracing and compiling it."""
@@ -110,9 +124,9 @@ class Executables:
 
     def begin(self, request: Request) -> None:
         """Traces a function, and compiles it in another thread; `compile` of an equal request waits for that."""
-        if request.all not in self._cache and request.all not in self._begun:
+        if request.full_key not in self._cache and request.full_key not in self._begun:
             with self._compiling(request):
-                self._begun[request.all] = in_background(request.lower())
+                self._begun[request.full_key] = in_background(request.lower())
 
     @contextlib.contextmanager
     def _compiling(self, request: Request) -> Iterator[None]:
@@ -121,10 +135,10 @@ class Executables:
                 yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             devices = {d for a in request.leaves if a.sharding is not None for d in a.sharding.device_set}
-            raise _explained(error, request.fn.__name__, devices) from error
+            raise _with_remedy(error, request.fn.__name__, devices) from error
 
 
-def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
+def _with_remedy(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
     """Returns the compiler's error with a remedy, if one is known; otherwise the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
@@ -153,7 +167,7 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
     if sharding is None or mesh.size == 1:
-        return replicated(value)
+        return replicated_sharding(value)
     if not isinstance(sharding, NamedSharding):
         return None
     if sharding.mesh == mesh:
@@ -163,7 +177,7 @@ def to_placement_sharding(sharding: object, value: Value) -> NamedSharding | Non
     return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
 
 
-def replicated(value: Value) -> NamedSharding:
+def replicated_sharding(value: Value) -> NamedSharding:
     """Returns the sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())
 

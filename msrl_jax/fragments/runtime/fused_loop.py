@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.passes.compact import SmallArrayPacker, is_single_accelerator
 from msrl_jax.fragments.passes.instructions import Value
-from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated, to_placement_sharding
-from msrl_jax.fragments.runtime.execute import waiting
+from msrl_jax.fragments.runtime.executables import Executables, Request, argument, replicated_sharding, to_placement_sharding
+from msrl_jax.fragments.runtime.execute import annotated_wait
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.transfer import Leaves, read
 
@@ -39,13 +39,13 @@ class FusedLoop:
         """Whether small arrays are combined: the metrics, and the state if inner loops use it in that form."""
         return bool(self.leaves) and is_single_accelerator(self.leaves[0].placement)
 
-    def run(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[Any]]:
+    def run(self, leaves: Leaves, length: int, max_length: int) -> tuple[Leaves, list[Any]]:
         """Runs iterations on leaves, whose memory they consume; returns the stacked metrics, read to the host."""
-        loop = self.compile(most)
-        self.check_fits(loop, f"program of up to {most} iterations")
-        count = jax.device_put(np.int32(length), replicated(self.leaves[0]) if self.leaves else None)
+        loop = self.compile(max_length)
+        self.check_fits(loop, f"program of up to {max_length} iterations")
+        count = jax.device_put(np.int32(length), replicated_sharding(self.leaves[0]) if self.leaves else None)
         flat = self.executables.call(loop)(count, *[copies[0] for copies in leaves])
-        with waiting():
+        with annotated_wait():
             rows = read(list(flat[len(leaves) :]))
         return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in rows]
 
@@ -60,49 +60,53 @@ class FusedLoop:
         self.check_fits(once, "program of one iteration")
         return self.executables.call(once)
 
-    def begin(self, most: int) -> None:
+    def begin(self, max_length: int) -> None:
         """Compiles the program in another thread; `compile` then waits for that."""
-        self.executables.begin(self._request(most, True, [None] * len(self.metrics)))
+        self.executables.begin(self._request(max_length, True, [None] * len(self.metrics)))
 
-    def compile(self, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
-        """Returns the program of up to `most` iterations, whose number is its first argument; of one iteration if None.
+    def compile(self, max_length: int | None, *, donate: bool = True) -> jax.stages.Compiled:
+        """Returns the program of up to `max_length` iterations, whose number is its first argument; of one iteration if None.
 
         A run therefore computes the same bits in chunks of any length, and a chunk of another length needs no other program.
         The program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, the metrics have a
-        leading axis of length `most`; only the rows of iterations that ran are meaningful.
+        leading axis of length `max_length`; only the rows of iterations that ran are meaningful.
         """
-        for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
-            compiled = self.executables.compile(self._request(most, donate, prescribed))
-            made = compiled.output_shardings[len(self.leaves) :]
-            if all(to_placement_sharding(s, v) for s, v in zip(made, self.metrics, strict=True)):
+        for prescribed in ([None] * len(self.metrics), [replicated_sharding(v) for v in self.metrics]):
+            compiled = self.executables.compile(self._request(max_length, donate, prescribed))
+            metric_shardings = compiled.output_shardings[len(self.leaves) :]
+            if all(to_placement_sharding(s, v) for s, v in zip(metric_shardings, self.metrics, strict=True)):
                 return compiled
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
-    def _request(self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
-        before = [] if most is None else [count]
+    def _request(self, max_length: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated_sharding(self.leaves[0]) if self.leaves else None)
+        before = [] if max_length is None else [count]
         args = [argument(v, s) for v, s in zip(self.leaves, self.shardings, strict=True)]
         donated = range(len(before), len(before) + len(args)) if donate else ()
-        fn = self._once if most is None else self._iterations(most)
-        return Request(("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed])
+        fn = self._once if max_length is None else self._iterations(max_length)
+        return Request(("iterations", max_length), fn, [*before, *args], donated, [*self.shardings, *prescribed])
 
     def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.iteration(*leaves))
 
-    def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
-        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+    def _iterations(self, max_length: int) -> Callable[..., tuple[jax.Array, ...]]:
+        write_row = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
         state = SmallArrayPacker([v.aval for v in self.leaves], self.packs and self.rewritten)
         metrics = SmallArrayPacker([v.aval for v in self.metrics], self.packs)
 
         def step(carry: _Loop) -> _Loop:
-            done, before, rows = carry
+            index, before, rows = carry
             results = list(self.iteration(*state.unpack(*before)))
             row = metrics.pack(results[len(self.leaves) :])
-            return done + 1, state.pack(results[: len(self.leaves)]), jax.tree.map(lambda x, r: put(x, r, done, 0), rows, row)
+            return (
+                index + 1,
+                state.pack(results[: len(self.leaves)]),
+                jax.tree.map(lambda x, r: write_row(x, r, index, 0), rows, row),
+            )
 
         def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
             row = jax.eval_shape(metrics.pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.metrics])
-            empty = jax.tree.map(lambda x: jax.lax.empty((most, *x.shape), x.dtype), row)
+            empty = jax.tree.map(lambda x: jax.lax.empty((max_length, *x.shape), x.dtype), row)
             start = (jnp.zeros_like(count), state.pack(leaves), empty)
             _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
             return (*state.unpack(*after), *metrics.unpack(*rows))

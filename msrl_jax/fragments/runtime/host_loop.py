@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Move, RunProgram, Schedule, walk
 from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, waiting
+from msrl_jax.fragments.runtime.execute import CallWrapper, Executor, annotated_wait
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import MemoryCheck
 from msrl_jax.fragments.runtime.send_changed import DeltaStats
@@ -24,11 +24,11 @@ class HostLoop:
         self, schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables, ahead: int, check_fits: MemoryCheck
     ):
         """Nothing compiles before the first use."""
-        self.schedule, self.sent = schedule, dict[Move, DeltaStats]()
+        self.schedule, self.delta_stats = schedule, dict[Move, DeltaStats]()
         self._axes, self._executables, self._ahead, self._check_fits = axes, executables, ahead, check_fits
         self._is_lowered = False
         self._executor: Executor | None = None
-        self._around: CallWrapper = lambda call, what: call
+        self._wrap_call: CallWrapper = lambda call, kind: call
 
     def lower(self) -> None:
         """Compiles all programs."""
@@ -43,7 +43,7 @@ class HostLoop:
             for i, _ in walk(self.schedule.body):
                 if isinstance(i, RunProgram):
                     self._check_fits(self._executables.compiled[i], f"program {i.name!r} @ {i.placement.name}")
-            self._executor = Executor(self.schedule, self._executables, sent=self.sent)
+            self._executor = Executor(self.schedule, self._executables, delta_stats=self.delta_stats)
         return self._executor
 
     def programs(self) -> Iterator[tuple[Instruction, jax.stages.Compiled]]:
@@ -60,19 +60,19 @@ class HostLoop:
     def run(self, leaves: Leaves, length: int) -> tuple[Leaves, list[tuple[Any, ...]]]:
         """Runs iterations on leaves, whose memory they consume; returns the rows of metrics, read to the host."""
         execute = self.executor()
-        made: list[tuple[list[jax.Array], list[tuple[jax.Array, ...]]]] = []
+        outputs: list[tuple[list[jax.Array], list[tuple[jax.Array, ...]]]] = []
         for _ in range(length):
             leaves, row, measured = execute(leaves)
-            made.append((row, measured))
-            with waiting():
+            outputs.append((row, measured))
+            with annotated_wait():
                 if not row and not measured:
                     jax.block_until_ready(leaves)
-                elif len(made) > self._ahead:
-                    jax.block_until_ready(made[-1 - self._ahead])
-        flat, tree = jax.tree.flatten(made)
-        with waiting():
-            made = jax.tree.unflatten(tree, read(flat))  # one transfer, and only here
-        rows, measured = zip(*made, strict=True)
+                elif len(outputs) > self._ahead:
+                    jax.block_until_ready(outputs[-1 - self._ahead])
+        flat, tree = jax.tree.flatten(outputs)
+        with annotated_wait():
+            outputs = jax.tree.unflatten(tree, read(flat))  # one transfer, and only here
+        rows, measured = zip(*outputs, strict=True)
         self._check_measured(measured)
         return leaves, list(rows)
 
@@ -84,15 +84,15 @@ class HostLoop:
         return leaves, row
 
     @contextlib.contextmanager
-    def with_calls(self, around: CallWrapper) -> Iterator[None]:
+    def with_calls(self, wrap_call: CallWrapper) -> Iterator[None]:
         """Replaces the functions that dispatch; see `Executor`."""
-        outer, before = self._around, self.executor()
-        self._around = lambda call, what: around(outer(call, what), what)
-        self._executor = Executor(self.schedule, self._executables, self._around, sent=self.sent)
+        outer, before = self._wrap_call, self.executor()
+        self._wrap_call = lambda call, kind: wrap_call(outer(call, kind), kind)
+        self._executor = Executor(self.schedule, self._executables, self._wrap_call, delta_stats=self.delta_stats)
         try:
             yield
         finally:
-            self._executor, self._around = before, outer
+            self._executor, self._wrap_call = before, outer
 
     def _check_measured(self, measured: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Raises if a codec lost values, given the scalars of its check in each iteration, on the host."""

@@ -9,9 +9,10 @@ is simulated while the other is acted for.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import jax
+import numpy as np
 
 from msrl_jax.fragments.graph.host_calls import HostFunction
 
@@ -21,13 +22,13 @@ class _Task:
     """A waiting task: a host call that was started, or a function whose arguments are not available yet."""
 
     fn: Callable[..., Sequence[jax.Array]]
-    args: Sequence[Any] = ()
+    args: Sequence["Slot"] = ()
     donated: Sequence[int] = ()
     is_host_call: bool = False
     results: Sequence[jax.Array] | None = None
 
     def run(self) -> None:
-        self.results = self.fn(*map(resolved, self.args))
+        self.results = self.fn(*map(resolve, self.args))
         self.args = ()
 
 
@@ -39,7 +40,10 @@ class HostFuture:
     index: int
 
 
-def resolved(x: Any) -> Any:
+Slot: TypeAlias = jax.Array | HostFuture  # an array, now or later
+
+
+def resolve(x: Slot) -> Slot:
     """Returns an array, or the result of a `HostFuture` if it is available."""
     return x.task.results[x.index] if type(x) is HostFuture and x.task.results is not None else x
 
@@ -51,27 +55,31 @@ class HostQueue:
     _waiting: deque[_Task] = field(default_factory=deque)
 
     def call(
-        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
-    ) -> Sequence[Any]:
+        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Slot], donated: Sequence[int], count: int
+    ) -> Sequence[Slot]:
         """Calls a function now if its arguments are available; otherwise returns `HostFuture`s for its `count` results."""
-        task = _Task(fn, [resolved(x) for x in args], donated)
+        task = _Task(fn, [resolve(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
-        return self._wait(task, count)
+        return self._enqueue(task, count)
 
     def start(
-        self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
-    ) -> Sequence[Any]:
+        self,
+        function: HostFunction,
+        place: Callable[[Sequence[np.ndarray]], Sequence[jax.Array]],
+        args: Sequence[Slot],
+        count: int,
+    ) -> Sequence[Slot]:
         """Starts a host call after its dependencies; `place` puts its results on their device.
 
         Returns `HostFuture`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
-        while any(type(resolved(x)) is HostFuture for x in args):
+        while any(type(resolve(x)) is HostFuture for x in args):
             self._finish_oldest()
-        finish = function.start(*map(resolved, args))
+        finish = function.start(*map(resolve, args))
         if not function.can_start:
             return place(finish())
-        return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
+        return self._enqueue(_Task(lambda: place(finish()), is_host_call=True), count)
 
     def drain(self) -> None:
         """Finishes all waiting tasks."""
@@ -82,7 +90,7 @@ class HostQueue:
         """Drops all waiting tasks, after an error."""
         self._waiting.clear()
 
-    def _wait(self, task: _Task, count: int) -> list[HostFuture]:
+    def _enqueue(self, task: _Task, count: int) -> list[HostFuture]:
         self._waiting.append(task)
         return [HostFuture(task, k) for k in range(count)]
 
@@ -101,8 +109,8 @@ class HostQueue:
 
     def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
         """Whether a task's arguments are available, and earlier tasks have read all those that it consumes."""
-        args = [resolved(x) for x in task.args]
+        args = [resolve(x) for x in task.args]
         if any(type(x) is HostFuture for x in args):
             return False
         consumed = {id(args[k]) for k in task.donated}
-        return not consumed or all(id(resolved(x)) not in consumed for other in before for x in other.args)
+        return not consumed or all(id(resolve(x)) not in consumed for earlier_task in before for x in earlier_task.args)

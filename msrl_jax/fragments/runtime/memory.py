@@ -18,7 +18,7 @@ from msrl_jax.fragments.placement import Device
 _GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80}
 
 
-def is_planned(device: Any) -> bool:
+def is_planned(device: object) -> bool:
     """Whether a device is only planned: programs can be compiled for it, but no array can be put on it."""
     return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
 
@@ -48,12 +48,12 @@ def device_memory(devices: Sequence[Any]) -> int | None:
     If a device reports no limit, like CPUs, the host's memory; None for a planned device of unknown kind.
     """
     if any(map(is_planned, devices)):
-        known = {_GIB.get(d.device_kind, 0) for d in devices}
-        return min(known) * 2**30 * len(devices) or None
-    own = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be queried
-    stats = [d.memory_stats() if d.platform != "cpu" else None for d in own]
+        gibibytes = {_GIB.get(d.device_kind, 0) for d in devices}
+        return min(gibibytes) * 2**30 * len(devices) or None
+    local_devices = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be queried
+    stats = [d.memory_stats() if d.platform != "cpu" else None for d in local_devices]
     limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
-    if limits and len(limits) == len(own):
+    if limits and len(limits) == len(local_devices):
         return min(limits) * len(devices)
     return host_memory()
 
@@ -82,8 +82,8 @@ def _limits_of_container(root: Path = Path("/")) -> list[int]:
         return []
     files: list[Path] = []
     for _, controllers, group in (line.split(":", 2) for line in groups):
-        own = Path(group)
-        above = [path.relative_to("/") for path in (own, *own.parents)]
+        group_path = Path(group)
+        above = [path.relative_to("/") for path in (group_path, *group_path.parents)]
         if not controllers:  # version 2
             files += [root / "sys/fs/cgroup" / path / "memory.max" for path in above]
         elif "memory" in controllers.split(","):
@@ -99,10 +99,10 @@ def array_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
+def lacking_memory(nbytes: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
     """Returns the devices whose common memory is exceeded, the bytes taken and the limit; None if there are none."""
-    for devices in sharing_memory(taken):
-        total, limit = sum(taken[d] for d in devices), device_memory(devices)
+    for devices in sharing_memory(nbytes):
+        total, limit = sum(nbytes[d] for d in devices), device_memory(devices)
         if limit is not None and total > limit:
             return devices, total, limit
     return None
@@ -118,57 +118,57 @@ def sharing_memory(devices: Iterable[Device]) -> list[list[Device]]:
 def program_bytes(compiled: jax.stages.Compiled) -> int:
     """Returns the bytes that a program needs on each of its devices: arguments, results and temporary arrays."""
     memory = compiled.memory_analysis()
-    kept = sum(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp"))
-    return kept - getattr(memory, "alias_size_in_bytes", 0)
+    total = sum(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp"))
+    return total - getattr(memory, "alias_size_in_bytes", 0)
 
 
-def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
+def temporary_bytes(jaxpr: Jaxpr, cache: dict[int, int] | None = None) -> int:
     """Estimates the bytes that a jaxpr needs in addition to its arguments: the peak if nothing is fused."""
-    known = {} if known is None else known
-    if id(jaxpr) in known:
-        return known[id(jaxpr)]
+    cache = {} if cache is None else cache
+    if id(jaxpr) in cache:
+        return cache[id(jaxpr)]
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
-    held: dict[Var, int] = {}
-    total = most = 0
+    live: dict[Var, int] = {}
+    total = peak = 0
     for i, eqn in enumerate(jaxpr.eqns):
-        made = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
-        held |= made
-        total += sum(made.values())
-        most = max(most, total + max((temporary_bytes(sub, known) for sub in sub_jaxprs(eqn)), default=0))
+        outputs = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
+        live |= outputs
+        total += sum(outputs.values())
+        peak = max(peak, total + max((temporary_bytes(sub, cache) for sub in sub_jaxprs(eqn)), default=0))
         unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
-        total -= sum(held.pop(v, 0) for v in unused)
-    known[id(jaxpr)] = most
-    return most
+        total -= sum(live.pop(v, 0) for v in unused)
+    cache[id(jaxpr)] = peak
+    return peak
 
 
 def largest_array(jaxpr: Jaxpr) -> str:
     """Describes the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
-        eqns = () if id(jaxpr) in seen else jaxpr.eqns
-        seen.add(id(jaxpr))
+        eqns = () if id(jaxpr) in visited else jaxpr.eqns
+        visited.add(id(jaxpr))
         for eqn in eqns:
             for sub in sub_jaxprs(eqn):
                 yield from visit(sub, f" in {eqn.params['name']!r}" if is_fragment(eqn) else fragment)
-            for made in (v.aval for v in eqn.outvars):
-                if isinstance(made, ShapedArray):
-                    yield array_bytes(made), f"{made.dtype}{list(made.shape)} of {eqn.primitive.name}{fragment}"
+            for aval in (v.aval for v in eqn.outvars):
+                if isinstance(aval, ShapedArray):
+                    yield array_bytes(aval), f"{aval.dtype}{list(aval.shape)} of {eqn.primitive.name}{fragment}"
 
-    nbytes, name = max(visit(jaxpr, ""), key=lambda found: found[0], default=(0, "none"))
+    nbytes, name = max(visit(jaxpr, ""), key=lambda entry: entry[0], default=(0, "none"))
     return f"{name} ({nbytes:,} bytes)"
 
 
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:
     """Rejects a program that needs more memory than its devices have in total, whatever else they hold."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    each = program_bytes(compiled)
-    if found := lacking_memory({d: each for s in shardings for d in s.device_set}):
-        devices, taken, limit = found
+    nbytes = program_bytes(compiled)
+    if excess := lacking_memory({d: nbytes for s in shardings for d in s.device_set}):
+        devices, total, limit = excess
         have = "have" if len(devices) > 1 else "has"
         raise ValueError(
-            f"{what} takes {taken:,} bytes of {', '.join(map(str, devices))}, which {have} {limit:,} in all. {remedy}"
+            f"{what} takes {total:,} bytes of {', '.join(map(str, devices))}, which {have} {limit:,} in all. {remedy}"
         )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.codecs import Changes, get
 from msrl_jax.fragments.passes.instructions import Move, Value
-from msrl_jax.fragments.runtime.executables import Executables, Request
+from msrl_jax.fragments.runtime.executables import DeltaTransfer, Executables, Request
 
 _WORD, _PLACE = np.dtype(np.uint16), np.dtype(np.int32)
 
@@ -42,24 +42,11 @@ class DeltaStats:
     nbytes: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class DeltaTransfer:
-    """The programs of a Move that sends changes."""
-
-    changes: Changes
-    words: int
-    join: jax.stages.Compiled  # values -> words [N], at the source
-    compare: jax.stages.Compiled  # the last words [N], values -> words [N], positions [K], changes [K], number of changes []
-    split: jax.stages.Compiled  # words [N] -> values, at the destination
-    patch: jax.stages.Compiled  # words [N], positions [K], changes [K] -> words [N], values
-    arriving: NamedSharding
-
-
-class _Kept(NamedTuple):
+class _LastExchange(NamedTuple):
     """The words of the last exchange."""
 
-    sent: jax.Array
-    received: jax.Array
+    sent_words: jax.Array
+    received_words: jax.Array
     since: int  # exchanges since all words were sent
 
 
@@ -80,10 +67,10 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
     Raises:
       ValueError: if a value is split over devices or is not of 16-bit words, or there are several processes or 2**31 words.
     """
-    at, name = executables.shardings, move.results[0].packed.codec if move.results[0].packed else ""
+    shardings, name = executables.shardings, move.results[0].packed.codec if move.results[0].packed else ""
     ends = f"from {move.sources[0].placement.name!r} to {move.results[0].placement.name!r}"
     for pair in zip(move.sources, move.results, strict=True):
-        if not all(at[v].is_fully_replicated for v in pair):
+        if not all(shardings[v].is_fully_replicated for v in pair):
             raise ValueError(
                 f"codec {name!r} sends the changes of values that are whole on each device, but {label_of(pair[1])} is split "
                 f"over devices on its way {ends}. Use 'bfloat16', or a policy that keeps it whole"
@@ -123,23 +110,25 @@ def compile_patching(move: Move, changes: Changes, executables: Executables) -> 
         patched = vector.at[places].set(changed, mode="drop")
         return (patched, *split(patched))
 
-    here, there = (NamedSharding(v.placement.mesh, PartitionSpec()) for v in (move.sources[0], move.results[0]))
+    source_sharding, target_sharding = (
+        NamedSharding(v.placement.mesh, PartitionSpec()) for v in (move.sources[0], move.results[0])
+    )
 
     def program(name: str, fn: Callable[..., Any], args: Sequence[Any], out: Sequence[NamedSharding]) -> jax.stages.Compiled:
         return executables.compile(Request((name, tuple(shapes), capacity), fn, args, (), out))
 
-    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=at[v]) for v in move.sources]
-    vectors = [jax.ShapeDtypeStruct((words,), _WORD, sharding=s) for s in (here, there)]
-    arrived = [jax.ShapeDtypeStruct((capacity,), dtype, sharding=there) for dtype in (_PLACE, _WORD)]
-    to = [at[v] for v in move.results]
+    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=shardings[v]) for v in move.sources]
+    vectors = [jax.ShapeDtypeStruct((words,), _WORD, sharding=s) for s in (source_sharding, target_sharding)]
+    arrived = [jax.ShapeDtypeStruct((capacity,), dtype, sharding=target_sharding) for dtype in (_PLACE, _WORD)]
+    to = [shardings[v] for v in move.results]
     return DeltaTransfer(
         changes,
         words,
-        program("words", lambda *xs: (join(*xs),), values, [here]),
-        program("changes", compare, [vectors[0], *values], [here] * 4),
+        program("words", lambda *xs: (join(*xs),), values, [source_sharding]),
+        program("changes", compare, [vectors[0], *values], [source_sharding] * 4),
         program("values", split, [vectors[1]], to),
-        program("patch", patch, [vectors[1], *arrived], [there, *to]),
-        there,
+        program("patch", patch, [vectors[1], *arrived], [target_sharding, *to]),
+        target_sharding,
     )
 
 
@@ -150,43 +139,43 @@ class DeltaSender:
         self,
         patching: DeltaTransfer,
         programs: Sequence[Callable[..., Any]],
-        put: Callable[..., Sequence[jax.Array]],
-        wait: Callable[[jax.Array], Any],
-        sent: DeltaStats,
+        place: Callable[..., Sequence[jax.Array]],
+        wait: Callable[[jax.Array], object],
+        stats: DeltaStats,
     ):
-        """`programs` run those of `patching` in order, `put` transfers arrays, `wait` waits for one; counts in `sent`."""
-        self._patching, self._put, self._wait = patching, put, wait
+        """`programs` run those of `patching` in order, `place` transfers arrays, `wait` waits for one; counts in `stats`."""
+        self._patching, self._place, self._wait = patching, place, wait
         self._join, self._compare, self._split, self._patch = programs
-        self._kept: _Kept | None = None
-        self.sent = sent
+        self._last: _LastExchange | None = None
+        self.stats = stats
 
     def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         """Sends the values; returns them at the destination."""
-        kept, self._kept = self._kept, None  # if something fails below, all words are sent next time
-        if kept is None:
+        last, self._last = self._last, None  # if something fails below, all words are sent next time
+        if last is None:
             (now,) = self._join(*arrays)
             return self._send_whole(now)
-        now, places, changed, number = self._compare(kept.sent, *arrays)
+        now, places, changed, number = self._compare(last.sent_words, *arrays)
         self._wait(number)
-        found = int(np.asarray(number.addressable_data(0)))
-        self.sent.changed += found
-        self.sent.compared += 1
-        if found > places.size or kept.since + 1 >= self._patching.changes.every:
+        num_changed = int(np.asarray(number.addressable_data(0)))
+        self.stats.changed += num_changed
+        self.stats.compared += 1
+        if num_changed > places.size or last.since + 1 >= self._patching.changes.every:
             return self._send_whole(now)
-        arriving = self._put([places, changed], [self._patching.arriving] * 2)
-        received, *values = self._patch(kept.received, *arriving)
-        self._account(_Kept(now, received, kept.since + 1), places.nbytes + changed.nbytes, whole=False)
+        arrivals = self._place([places, changed], [self._patching.target_sharding] * 2)
+        received, *values = self._patch(last.received_words, *arrivals)
+        self._account(_LastExchange(now, received, last.since + 1), places.nbytes + changed.nbytes, is_whole=False)
         return values
 
     def _send_whole(self, now: jax.Array) -> Sequence[jax.Array]:
         self._wait(now)  # do not keep the result of a failed program
-        (received,) = self._put([now], [self._patching.arriving])
+        (received,) = self._place([now], [self._patching.target_sharding])
         values = self._split(received)
-        self._account(_Kept(now, received, 0), now.nbytes, whole=True)
+        self._account(_LastExchange(now, received, 0), now.nbytes, is_whole=True)
         return values
 
-    def _account(self, kept: _Kept, nbytes: int, whole: bool) -> None:
-        self._kept = kept
-        self.sent.exchanges += 1
-        self.sent.whole += whole
-        self.sent.nbytes += nbytes
+    def _account(self, last: _LastExchange, nbytes: int, is_whole: bool) -> None:
+        self._last = last
+        self.stats.exchanges += 1
+        self.stats.whole += is_whole
+        self.stats.nbytes += nbytes

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.passes.instructions import Instruction, Loop, Move, Schedule, Value, walk
-from msrl_jax.fragments.runtime.executables import replicated
+from msrl_jax.fragments.runtime.executables import replicated_sharding
 
 Shardings: TypeAlias = dict[Value, NamedSharding | None]
 """The sharding of each value; None while the program that reads the value may choose it."""
@@ -15,15 +15,15 @@ Shardings: TypeAlias = dict[Value, NamedSharding | None]
 
 def declared_axes(schedule: Schedule, axes: Sequence[PartitionSpec]) -> dict[Value, PartitionSpec]:
     """Returns the logical axes of the state's leaves, and of the same values in loops and at other placements."""
-    found = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
+    specs = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     for i, _ in walk(schedule.body):
         pairs: Iterable[tuple[Value, Value]] = ()
         if isinstance(i, Loop):
             pairs = [(c.init, c.body_in) for c in i.carry]
         elif isinstance(i, Move) and not i.is_copy:
             pairs = zip(i.sources, i.results, strict=True)
-        found.update({same: found[value] for value, same in pairs if value in found})
-    return found
+        specs.update({same: specs[value] for value, same in pairs if value in specs})
+    return specs
 
 
 def moved_sharding(
@@ -33,24 +33,24 @@ def moved_sharding(
     if source in axes:
         return result.placement.sharding(axes[source], result.aval.shape)
     if result.placement.mesh.size == 1:
-        return replicated(result)
-    at = shardings[source]
-    if at is None or source.placement.mesh.size == 1:
+        return replicated_sharding(result)
+    source_sharding = shardings[source]
+    if source_sharding is None or source.placement.mesh.size == 1:
         return None
-    return result.placement.sharding(source.placement.logical(at), result.aval.shape)
+    return result.placement.sharding(source.placement.logical(source_sharding), result.aval.shape)
 
 
 def sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
     """Values that are read only by moves to placements that keep shards."""
-    found: set[Value] = set()
-    others: set[Value] = set()
+    shard_reads: set[Value] = set()
+    other_reads: set[Value] = set()
     for i in instructions:
         shards = isinstance(i, Move) and i.results[0].placement.scatter is not None and not i.is_copy
-        (found if shards else others).update(i.reads())
-    return found - others
+        (shard_reads if shards else other_reads).update(i.reads())
+    return shard_reads - other_reads
 
 
-def scattered(value: Value) -> NamedSharding:
+def scattered_sharding(value: Value) -> NamedSharding:
     """Returns the sharding that splits an array over all devices of its placement, along its largest dimension."""
     axis = str(value.placement.mesh.axis_names[0])
     return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)

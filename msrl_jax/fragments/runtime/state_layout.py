@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._compat import PyTreeDef
 from msrl_jax.fragments.graph.trace import StateChecker, Traced, check_not_donated
 from msrl_jax.fragments.passes.instructions import Value
 from msrl_jax.fragments.placement import Device
@@ -31,7 +32,7 @@ class StateLayout:
 
     def __init__(
         self,
-        tree: Any,
+        tree: PyTreeDef,
         inputs: Sequence[tuple[Value, ...]],
         axes: Sequence[PartitionSpec],
         delayed: Sequence[int],
@@ -61,21 +62,21 @@ class StateLayout:
     @property
     def nbytes(self) -> dict[Device, int]:
         """Bytes of the state on every device of this process."""
-        held: dict[Device, int] = {}
+        totals: dict[Device, int] = {}
         for (leaf, *_), copies in zip(self.inputs, self.copies, strict=True):
             for sharding in copies:
                 part = jax.ShapeDtypeStruct(sharding.shard_shape(leaf.aval.shape), leaf.aval.dtype)
                 for device in sharding.addressable_devices:
-                    held[device] = held.get(device, 0) + array_bytes(part)
-        return held
+                    totals[device] = totals.get(device, 0) + array_bytes(part)
+        return totals
 
     def check_memory(self) -> None:
         """Raises ValueError if a state exceeds the memory of the devices; reports the bytes and the largest leaf."""
-        if found := lacking_memory(self.nbytes):
-            devices, taken, limit = found
+        if excess := lacking_memory(self.nbytes):
+            devices, nbytes, limit = excess
             largest = max((copies[0] for copies in self.inputs), key=lambda v: v.nbytes)
             raise ValueError(
-                f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
+                f"the state takes {nbytes:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
                 f"{largest.label}, {largest.aval.dtype}{list(largest.aval.shape)}. Use a smaller capacity, fewer environments "
                 "or seeds, shorter chunks of a recorded run, or a policy that splits that leaf over more devices"
             )
@@ -85,10 +86,10 @@ class StateLayout:
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
         self._expected.check_tree(tree)
-        extra = len(self.inputs) - len(flat)
-        if delayed and len(state.registers) != extra:
+        num_registers = len(self.inputs) - len(flat)
+        if delayed and len(state.registers) != num_registers:
             raise ValueError(
-                f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
+                f"the state has {len(state.registers)} registers of stale parameters, but the program has {num_registers} "
                 f"(staleness={self.staleness}); pass program.unwrap(state) to start from its newest parameters"
             )
         self._expected.check_leaves(flat)

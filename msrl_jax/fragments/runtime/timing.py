@@ -53,29 +53,29 @@ def check_delay(seconds: object) -> None:
 
 def measure_costs(schedule: Schedule, executables: Executables, leaves: Leaves, iterations: int = 4) -> dict[Instruction, Cost]:
     """Measures every instruction alone, over a few iterations that consume the memory of `leaves`; returns the medians."""
-    found: dict[Instruction, list[Cost]] = defaultdict(list)
+    samples: dict[Instruction, list[Cost]] = defaultdict(list)
 
     def timed(i: Instruction, step: Step) -> Step:
         if isinstance(i, Loop | Free):
             return step
-        made = [v.index for v in i.makes()]
+        result_slots = [v.index for v in i.makes()]
 
         def measured(slots: Slots) -> None:
             start = time.perf_counter()
             step(slots)
             returned = time.perf_counter()
-            jax.block_until_ready([slots[k] for k in made])
-            found[i].append(Cost(returned - start, time.perf_counter() - start))
+            jax.block_until_ready([slots[k] for k in result_slots])
+            samples[i].append(Cost(returned - start, time.perf_counter() - start))
 
         return measured
 
-    execute = Executor(schedule, executables, each=timed)
+    execute = Executor(schedule, executables, wrap_step=timed)
     for iteration in range(1 + iterations):
         if iteration == 1:
-            found.clear()  # JAX prepares a program in its first call
+            samples.clear()  # JAX prepares a program in its first call
         leaves, *_ = execute(leaves)
         jax.block_until_ready(leaves)
-    return {i: Cost(*map(statistics.median, zip(*costs, strict=True))) for i, costs in found.items()}
+    return {i: Cost(*map(statistics.median, zip(*costs, strict=True))) for i, costs in samples.items()}
 
 
 def time_chunks(run: Callable[[Leaves], Leaves], leaves: Leaves) -> float:
@@ -102,11 +102,11 @@ class _Clock:
     def run(self, instructions: Iterable[Instruction]) -> None:
         for i in instructions:
             if isinstance(i, Loop):
-                self.loop(i)
+                self.run_loop(i)
             elif not isinstance(i, Free):
-                self.one(i, self.costs[i])
+                self.run_one(i, self.costs[i])
 
-    def one(self, i: Instruction, cost: Cost) -> None:
+    def run_one(self, i: Instruction, cost: Cost) -> None:
         is_exchange = isinstance(i, Move) and not i.is_copy
         devices = i.placement.devices if isinstance(i, RunProgram) else ()
         begin = max(self.host, *(self.ready.get(v, 0.0) for v in i.reads()), *(self.busy.get(d, 0.0) for d in devices), 0.0)
@@ -117,13 +117,13 @@ class _Clock:
         self.ready.update(dict.fromkeys(i.makes(), end))
         self.busy.update(dict.fromkeys(devices, end))
 
-    def loop(self, i: Loop) -> None:
+    def run_loop(self, i: Loop) -> None:
         for c in i.carry:
             self.ready[c.body_in] = self.ready.get(c.init, 0.0)
         for _ in range(i.length):
             self.run(i.body)
-            left = [self.ready.get(c.body_out, 0.0) for c in i.carry]
-            self.ready.update(zip((c.body_in for c in i.carry), left, strict=True))
+            carried = [self.ready.get(c.body_out, 0.0) for c in i.carry]
+            self.ready.update(zip((c.body_in for c in i.carry), carried, strict=True))
         for c in i.carry:
             self.ready[c.result] = self.ready[c.body_in]
 
@@ -187,18 +187,18 @@ def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leave
     in_jax: list[float] = []  # seconds of this thread in each JAX call
     in_programs: list[float] = []  # seconds in compiled programs
 
-    def around(call: ExecutableCall, what: CallKind) -> ExecutableCall:
+    def wrap_call(call: ExecutableCall, kind: CallKind) -> ExecutableCall:
         def timed(*args: Any) -> Any:
             start = time.thread_time()
             results = call(*args)
             in_jax.append(time.thread_time() - start)
-            if what == "program":
+            if kind == "program":
                 in_programs.append(in_jax[-1])
             return results
 
         return timed
 
-    execute = Executor(schedule, executables, around)
+    execute = Executor(schedule, executables, wrap_call)
     instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))
     rows = []
     for _ in range(1 + _ITERATIONS):

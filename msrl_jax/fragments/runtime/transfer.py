@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
 from msrl_jax.fragments.graph.host_calls import calls_host, evaluate_with_host
@@ -31,7 +31,7 @@ LARGE = 2**24
 _AT_ONCE = 2**26
 
 
-def is_global(x: Any) -> bool:
+def is_global(x: object) -> bool:
     """Whether an array is on devices that all processes agree on; in a single process, every `jax.Array` is."""
     return isinstance(x, jax.Array) and (jax.process_count() == 1 or isinstance(x.sharding, NamedSharding))
 
@@ -41,7 +41,7 @@ def owners(*shardings: NamedSharding) -> set[int]:
     return {d.process_index for sharding in shardings for d in sharding.device_set}
 
 
-def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
+def remote_array(aval: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a global array with this shape and dtype, as seen by a process that owns none of its devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
@@ -54,34 +54,34 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
     """
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
-    found: dict[int, jax.Array] = {}
-    crossings: dict[Any, list[int]] = {}
+    results: dict[int, jax.Array] = {}
+    crossings: dict[tuple[Mesh | AbstractMesh, Mesh | AbstractMesh], list[int]] = {}
     for i, (x, to) in enumerate(zip(arrays, shardings, strict=True)):
         if not is_global(x):
-            found[i] = _spread(x, to)
+            results[i] = _make_global(x, to)
         elif len(processes := owners(x.sharding, to)) > 1:
             crossings.setdefault((x.sharding.mesh, to.mesh), []).append(i)
         elif jax.process_index() in processes:
-            found[i] = jax.device_put(x, to)
+            results[i] = jax.device_put(x, to)
         else:
-            found[i] = remote(x, to)
+            results[i] = remote_array(x, to)
     for numbers in crossings.values():
         group = [arrays[i] for i in numbers]
         kinds = tuple((x.shape, x.dtype) for x in group)
         cross = crossing(kinds, tuple(x.sharding for x in group), tuple(shardings[i] for i in numbers))
-        found |= dict(zip(numbers, cross(group), strict=True))
-    return [found[i] for i in range(len(arrays))]
+        results |= dict(zip(numbers, cross(group), strict=True))
+    return [results[i] for i in range(len(arrays))]
 
 
 @functools.lru_cache(maxsize=128)
 def crossing(
-    kinds: tuple[tuple[tuple[int, ...], Any], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
+    kinds: tuple[tuple[tuple[int, ...], np.dtype], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
 ) -> MeshCrossing:
     """Returns the crossing of arrays with these shapes and dtypes; equal ones are compiled once."""
     return MeshCrossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
 
 
-def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
+def _make_global(x: Any, sharding: NamedSharding) -> jax.Array:
     """Makes a local array global: every process places the parts of its devices."""
     x = x if is_key(x) else np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
@@ -94,51 +94,53 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     Typed keys stay JAX arrays.
     """
     # JAX cannot assemble split arrays without elements, so make them on the host.
-    full: list[Any] = [x if x.size or is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
+    readable: list[Any] = [x if x.size or is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
-        return jax.device_get(full)
+        return jax.device_get(readable)
     everyone = {*range(jax.process_count())}
-    spread = [i for i, x in enumerate(full) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)]
-    found = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
-    here = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in found}
-    found |= jax.device_get(here)
-    return [found[i] for i in range(len(full))]
+    spread = [
+        i for i, x in enumerate(readable) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)
+    ]
+    results = dict(zip(spread, _gather_on_hosts([readable[i] for i in spread]), strict=True)) if spread else {}
+    local_arrays = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(readable) if i not in results}
+    results |= jax.device_get(local_arrays)
+    return [results[i] for i in range(len(readable))]
 
 
-def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
+def _gather_on_hosts(arrays: Sequence[jax.Array]) -> list[Any]:
     """Sends global arrays to every host: each process sends the blocks of which its device has the first copy."""
     me = jax.process_index()
-    sent: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}
-    made: list[np.ndarray] = []
+    blocks_by_process: dict[int, list[tuple[int, Block]]] = {p: [] for p in range(jax.process_count())}
+    results: list[np.ndarray] = []
     mine: list[np.ndarray] = []
     for number, x in enumerate(arrays):
         data = jax.random.key_data(x) if is_key(x) else x
-        made.append(np.empty(data.shape, data.dtype))
-        held = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
-        here = {shard.device: shard.data for shard in data.addressable_shards}
-        for block, device in first_holders(held).items():
-            sent[device.process_index].append((number, block))
+        results.append(np.empty(data.shape, data.dtype))
+        device_blocks = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
+        local_data = {shard.device: shard.data for shard in data.addressable_shards}
+        for block, device in first_holders(device_blocks).items():
+            blocks_by_process[device.process_index].append((number, block))
             if device.process_index == me:
-                mine.append(np.ascontiguousarray(here[device]).reshape(-1).view(np.uint8))
-    lengths = {p: sum(_nbytes(made[number], block) for number, block in parts) for p, parts in sent.items()}
+                mine.append(np.ascontiguousarray(local_data[device]).reshape(-1).view(np.uint8))
+    lengths = {p: sum(_nbytes(results[number], block) for number, block in parts) for p, parts in blocks_by_process.items()}
     gathered = _allgather_bytes(np.concatenate(mine) if mine else np.empty(0, np.uint8), max(lengths.values()))
-    for p, parts in sent.items():
+    for p, parts in blocks_by_process.items():
         start = 0
         for number, block in parts:
-            out = made[number]
+            out = results[number]
             stop = start + _nbytes(out, block)
             part = gathered[p, start:stop].view(out.dtype).reshape([high - low for low, high in block])
             out[tuple(slice(*bounds) for bounds in block)] = part
             start = stop
     impls = [jax.random.key_impl(x) if is_key(x) else None for x in arrays]
-    return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(made, impls, strict=True)]
+    return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(results, impls, strict=True)]
 
 
-def first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
+def first_holders(device_blocks: Mapping[Device, Block]) -> dict[Block, Device]:
     """Returns the first device, by process and number, that has each block."""
     first: dict[Block, Device] = {}
-    for device in sorted(held, key=lambda d: (d.process_index, d.id)):
-        first.setdefault(held[device], device)
+    for device in sorted(device_blocks, key=lambda d: (d.process_index, d.id)):
+        first.setdefault(device_blocks[device], device)
     return first
 
 
@@ -163,22 +165,22 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     """
     targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
     fresh: list[bool] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     for i, s in targets:
         x = flat[i]
         # A transfer may share memory with its source if they share a device, and one array may be several leaves.
         on_host = not is_global(x)
         shared = on_host or bool(x.sharding.device_set & s.device_set)
-        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
-        seen.add(id(x))
+        fresh.append(shared and (copy or on_host or id(x) in visited or x.sharding != s))
+        visited.add(id(x))
     arrays = [flat[i] for i, _ in targets]
-    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
-    if elsewhere:
-        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
-        for k, x in zip(elsewhere, moved, strict=True):
+    misplaced = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
+    if misplaced:
+        moved = transfer([arrays[k] for k in misplaced], [targets[k][1] for k in misplaced])
+        for k, x in zip(misplaced, moved, strict=True):
             arrays[k] = x
-    again = [k for k, is_fresh in enumerate(fresh) if is_fresh]
-    for k, x in zip(again, _copied([arrays[k] for k in again]), strict=True):
+    to_copy = [k for k, is_fresh in enumerate(fresh) if is_fresh]
+    for k, x in zip(to_copy, _copy_in_place([arrays[k] for k in to_copy]), strict=True):
         arrays[k] = x
     # Copies are made in the background, and the caller may write to memory of NumPy once this returns.
     jax.block_until_ready([arrays[k] for k, (i, _) in enumerate(targets) if not isinstance(flat[i], jax.Array)])
@@ -186,11 +188,11 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
 
-def _copied(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _copy_in_place(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Copies arrays in place; compiles nothing for those of this process: a program for each shape would stay in memory."""
-    own = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
-    moved = jax.device_put([arrays[k] for k in own], [arrays[k].sharding for k in own], may_alias=False)
-    copies = dict(zip(own, moved, strict=True))
+    local = [k for k, x in enumerate(arrays) if x.is_fully_addressable]
+    moved = jax.device_put([arrays[k] for k in local], [arrays[k].sharding for k in local], may_alias=False)
+    copies = dict(zip(local, moved, strict=True))
     return [copies[k] if k in copies else jax.jit(jnp.copy, out_shardings=x.sharding)(x) for k, x in enumerate(arrays)]
 
 
@@ -208,41 +210,43 @@ def initialize(
     Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy arrays, are not part
     of a program. Large leaves are computed where they are kept, so that no device needs more memory than for its part.
     """
-    held, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
-    flat: dict[int, Any] = {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
+    captured, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
+    flat: dict[int, Any] = {i: captured[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in captured}
     with_host = calls_host(init.jaxpr)
-    rest = [i for i in range(count) if i not in flat]
-    large = [i for i in rest if not with_host and i not in registers and array_bytes(init.out_avals[i]) >= LARGE]
-    small = [i for i in rest if i not in large]
+    computed = [i for i in range(count) if i not in flat]
+    large = [i for i in computed if not with_host and i not in registers and array_bytes(init.out_avals[i]) >= LARGE]
+    small = [i for i in computed if i not in large]
     if with_host:
-        made = evaluate_with_host(init, args)
-        flat |= {i: made[i] for i in small}
+        values = evaluate_with_host(init, args)
+        flat |= {i: values[i] for i in small}
     else:
-        flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _leaves(init, xs, small)), *args), strict=True))
+        flat |= dict(zip(small, evaluate(jax.jit(lambda *xs: _select_leaves(init, xs, small)), *args), strict=True))
     to = [*(shardings[i] for i in flat), *shardings[count:]]
     placed = put([*flat.values(), *(flat[i] for i in registers)], to, copy=True)
-    found = _computed_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
-    return [*(found[i] for i in range(count)), *placed[len(flat) :]]
+    leaves = _compute_in_place(init, args, {i: shardings[i] for i in large}, evaluate) | dict(zip(flat, placed, strict=False))
+    return [*(leaves[i] for i in range(count)), *placed[len(flat) :]]
 
 
-def _computed_in_place(
+def _compute_in_place(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]], evaluate: Callable[..., Any]
 ) -> dict[int, tuple[jax.Array, ...]]:
-    by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
+    by_mesh: dict[Mesh | AbstractMesh, list[tuple[int, NamedSharding]]] = {}
     for i, copies in shardings.items():
         for sharding in copies:
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
-    found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
+    leaves: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
     for mesh, targets in by_mesh.items():
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers, out = [i for i, _ in targets], [sharding for _, sharding in targets]
-        arrays = evaluate(jax.jit(lambda *xs, numbers=numbers: _leaves(init, xs, numbers), out_shardings=out), *arguments)
+        arrays = evaluate(
+            jax.jit(lambda *xs, numbers=numbers: _select_leaves(init, xs, numbers), out_shardings=out), *arguments
+        )
         for i, array in zip(numbers, arrays, strict=True):
-            found[i] += (array,)
-    return found
+            leaves[i] += (array,)
+    return leaves
 
 
-def _leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+def _select_leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
     """Some leaves of a state; XLA drops computations that only the others need."""
     flat = jaxpr_as_fun(init)(*args)
     return [flat[i] for i in numbers]

@@ -26,16 +26,16 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     return int(number)
 
 
-def check_seed(seed: Any, seeds: int = 1) -> int:
+def check_seed(seed: object, seeds: int = 1) -> int:
     """Converts the first of consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
-    first, most = whole("seed", seed, least=0), 2**32 - seeds
-    if first > most:
+    first, max_seed = whole("seed", seed, least=0), 2**32 - seeds
+    if first > max_seed:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
-        raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {most}")
+        raise ValueError(f"seed={first}: a seed has 32 bits{last}; use 0 to {max_seed}")
     return first
 
 
-def check_loaded(result: Any, loader: str = "Result.load") -> None:
+def check_loaded(result: object, loader: str = "Result.load") -> None:
     """Raises TypeError if the folder of a run is given instead of the run."""
     if isinstance(result, str | os.PathLike):
         raise TypeError(f"{str(result)!r} is not a result; load it: msrl.{loader}({str(result)!r})")
@@ -54,22 +54,22 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     if not isinstance(name, str):
         raise TypeError(f"the name of the {kind} is {shown(name)}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}
-    found = name if name in table else by_lower.get(name.lower())
-    if found is None:
+    key = name if name in table else by_lower.get(name.lower())
+    if key is None:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
-    return table[found]
+    return table[key]
 
 
 _LONGEST = 100  # maximum number of characters of a value in a message
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns a value as messages show it: its repr on one line, truncated if it is long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """How messages name a value: a string as it is, an object by its name or its class."""
     return repr(value) if isinstance(value, str) else getattr(value, "__qualname__", type(value).__qualname__)
 
@@ -81,7 +81,7 @@ def suggestion(name: str, options: Iterable[str]) -> str:
     """
     lower, by_lower = name.lower(), {option.lower(): option for option in options}
     initials = {option: "".join(word[0] for word in re.split(r"[\W_]+", option) if word) for option in by_lower}
-    near = [option for option in by_lower if len(lower) > 1 and initials[option] == lower]
-    near = near or difflib.get_close_matches(lower, by_lower, n=1)
-    near = near or [option for option in by_lower if option.startswith(lower)]
-    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+    matches = [option for option in by_lower if len(lower) > 1 and initials[option] == lower]
+    matches = matches or difflib.get_close_matches(lower, by_lower, n=1)
+    matches = matches or [option for option in by_lower if option.startswith(lower)]
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""

@@ -42,7 +42,7 @@ _FREE_BYTES = 2**27
 
 _CHECKED = ".checked"
 
-_OWN = f"jaxlib-*-{'[0-9a-f]' * 12}"
+_MACHINE_FOLDERS = f"jaxlib-*-{'[0-9a-f]' * 12}"
 """The folders that `machine` names."""
 
 
@@ -76,12 +76,12 @@ def user_folder() -> Path:
 
 def machine() -> str:
     """Identifies jaxlib and this machine's CPU: programs for other CPU instructions would crash here."""
-    about = [platform.machine(), platform.processor()]
+    facts = [platform.machine(), platform.processor()]
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
-        about += [line for line in first.splitlines() if line.partition(":")[0].strip() in wanted]
-    return f"jaxlib-{importlib.metadata.version('jaxlib')}-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}"
+        fields = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+        facts += [line for line in first.splitlines() if line.partition(":")[0].strip() in fields]
+    return f"jaxlib-{importlib.metadata.version('jaxlib')}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager
@@ -92,9 +92,9 @@ def on_disk() -> Iterator[None]:
     """
     import jax
 
-    ready: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    own: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    folder = _prepared(os.environ.get(VARIABLE) or "on") if ready and own is None else None
+    is_enabled: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    user_cache: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    folder = _prepare_folder(os.environ.get(VARIABLE) or "on") if is_enabled and user_cache is None else None
     if folder is None:
         yield
         return
@@ -115,7 +115,7 @@ def on_disk() -> Iterator[None]:
 
 
 @functools.cache
-def _prepared(choice: str) -> str | None:
+def _prepare_folder(choice: str) -> str | None:
     """Creates the folder of this machine, and removes damaged and excess files; None if there is to be no cache."""
     choice = choice.strip() or "on"
     if choice.lower() in ("off", "0", "no", "none", "false", "disabled"):
@@ -124,13 +124,13 @@ def _prepared(choice: str) -> str | None:
         if "://" in choice:
             raise OSError(f"{choice} is not a folder of this machine")
         folder = user_folder() if choice.lower() in ("on", "1", "yes", "true") else Path(choice).expanduser().absolute()
-        own, is_new = folder / machine(), not folder.exists()
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(own, os.W_OK | os.X_OK):
-            raise PermissionError(f"no permission to write to {own}")
-        if shutil.disk_usage(own).free < _FREE_BYTES:
-            raise OSError(f"the disk of {own} is full")
-        _tidy(folder, own)
+        machine_folder, is_new = folder / machine(), not folder.exists()
+        machine_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(machine_folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write to {machine_folder}")
+        if shutil.disk_usage(machine_folder).free < _FREE_BYTES:
+            raise OSError(f"the disk of {machine_folder} is full")
+        _remove_excess_files(folder, machine_folder)
     except (OSError, RuntimeError) as error:
         warnings.warn(
             f"compiled programs are not stored on disk, so each start compiles them again: {error}. Set {VARIABLE} to another "
@@ -141,25 +141,27 @@ def _prepared(choice: str) -> str | None:
         return None
     if is_new:
         print(f"compiled programs are stored in {folder} for the next start; {VARIABLE}=off disables this", file=sys.stderr)
-    return str(own)
+    return str(machine_folder)
 
 
-def _tidy(folder: Path, own: Path) -> None:
-    """Removes programs of any machine that are incomplete, and those that have not been used for longest, until the rest is
-    small enough; `own`, the folder of this machine, tells since when. The folder may hold other files, which are the user's."""
-    checked, checking = own / _CHECKED, own / f"{_CHECKED}-{os.getpid()}"
+def _remove_excess_files(folder: Path, machine_folder: Path) -> None:
+    """Removes incomplete programs of any machine, then the least recently used ones until the rest is small enough.
+
+    A file in `machine_folder` has the time of the last check. Other files in the folder are the user's, and stay.
+    """
+    checked, checking = machine_folder / _CHECKED, machine_folder / f"{_CHECKED}-{os.getpid()}"
     since = checked.stat().st_mtime_ns if checked.exists() else 0
     checking.touch()
-    found: list[tuple[int, os.stat_result, Path]] = []
-    for path in folder.glob(f"{_OWN}/*-cache"):
+    files: list[tuple[int, os.stat_result, Path]] = []
+    for path in folder.glob(f"{_MACHINE_FOLDERS}/*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            about = path.stat()
-            found += [(max(about.st_atime_ns, about.st_mtime_ns), about, path)] if path.is_file() else []
+            stat = path.stat()
+            files += [(max(stat.st_atime_ns, stat.st_mtime_ns), stat, path)] if path.is_file() else []
     total = 0
-    for _, about, path in sorted(found, reverse=True):
-        total += about.st_size
+    for _, stat, path in sorted(files, reverse=True):
+        total += stat.st_size
         with contextlib.suppress(FileNotFoundError):
-            if total > MOST_BYTES or (about.st_mtime_ns >= since and not _is_whole(path.read_bytes())):
+            if total > MOST_BYTES or (stat.st_mtime_ns >= since and not _is_whole(path.read_bytes())):
                 path.unlink()
     checking.replace(checked)
 

@@ -33,17 +33,17 @@ FOLDERS: list[str] = []
 """The working directories that `imported` has searched, for processes that this one starts; they come last there."""
 
 
-def check_trust(where: str, names: Mapping[str, Any], trust: bool) -> None:
+def check_trust(where: str, names: Mapping[str, object], trust: bool) -> None:
     """Raises TrustError if `where` names custom code (`names`, by argument), unless it is trusted."""
     if names and trust is not True:  # trust="no" does not count
-        named = ", ".join(f"{name}={text!r}" for name, text in names.items())
+        arguments = ", ".join(f"{name}={text!r}" for name, text in names.items())
         raise TrustError(
-            f"{where} names code to run, {named}; if you trust its author, pass trust=True (--trust on the command line), or "
-            f"pass {' and '.join(names)} again yourself, as train and Result.load allow"
+            f"{where} names code to run, {arguments}; if you trust its author, pass trust=True (--trust on the command line), "
+            f"or pass {' and '.join(names)} again yourself, as train and Result.load allow"
         )
 
 
-def is_path(text: Any) -> bool:
+def is_path(text: object) -> bool:
     """Whether a string has the form MODULE:NAME."""
     module, colon, name = text.partition(":") if isinstance(text, str) else ("", "", "")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *name.split(".")])
@@ -76,36 +76,38 @@ def imported(kind: str, path: str, what: str, fits: Callable[[Any], bool], *, is
     module, _, name = path.partition(":")
     if not is_path(path):
         raise ValueError(f"{kind} {path!r}: give MODULE:NAME of {what}")
-    _check_outside(kind, path, module, what)
-    here = os.getcwd()
-    sys.path.insert(0, here)  # for a console script, this entry is its own folder
+    _check_not_standard(kind, path, module, what)
+    working_directory = os.getcwd()
+    sys.path.insert(0, working_directory)  # for a console script, this entry is its own folder
     try:
-        found = importlib.import_module(module)
-        if here not in FOLDERS:
-            FOLDERS.append(here)
+        module_object = importlib.import_module(module)
+        if working_directory not in FOLDERS:
+            FOLDERS.append(working_directory)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:NAME of {what}, from {here} or where Python looks") from None
+        raise ValueError(
+            f"{kind} {path!r}: {error}; give MODULE:NAME of {what}, from {working_directory} or where Python looks"
+        ) from None
     finally:
-        sys.path.remove(here)
-    if not hasattr(found, name):
-        known = [key for key in vars(found) if not key.startswith("_")]
-        near = suggestion(name, known)
-        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{near}; give MODULE:NAME of {what}")
-    value = getattr(found, name)
+        sys.path.remove(working_directory)
+    if not hasattr(module_object, name):
+        public_names = [key for key in vars(module_object) if not key.startswith("_")]
+        hint = suggestion(name, public_names)
+        raise ValueError(f"{kind} {path!r}: module {module!r} has no attribute {name!r}{hint}; give MODULE:NAME of {what}")
+    value = getattr(module_object, name)
     if isinstance(value, type) or inspect.isroutine(value):
-        _check_outside(kind, path, str(value.__module__), what)
+        _check_not_standard(kind, path, str(value.__module__), what)
     if not fits(value):
-        called, remedy = _called(value), "give MODULE:NAME of one"
-        if is_made and inspect.isroutine(called) and _returned(called) is None:
-            wanted = called.__name__ if called.__name__.isidentifier() else name
-            remedy = f"annotate what it returns: def {wanted}(...) -> ..., a class that its module has"
+        callee, remedy = _underlying_callable(value), "give MODULE:NAME of one"
+        if is_made and inspect.isroutine(callee) and _return_annotation(callee) is None:
+            function_name = callee.__name__ if callee.__name__.isidentifier() else name
+            remedy = f"annotate what it returns: def {function_name}(...) -> ..., a class that its module has"
         raise ValueError(f"{kind} {path!r} is not {what}; {remedy}")
     return value
 
 
-def _check_outside(kind: str, path: str, module: str, what: str) -> None:
+def _check_not_standard(kind: str, path: str, module: str, what: str) -> None:
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise ValueError(
             f"{kind} {path!r} is in Python's standard library; give MODULE:NAME of {what}, and rename your file if it has "
@@ -115,12 +117,12 @@ def _check_outside(kind: str, path: str, module: str, what: str) -> None:
 
 def makes(value: Any, fits: Callable[[type], bool]) -> bool:
     """Whether calling a value makes an object of a class that fits: the class itself, or a function with such an annotation."""
-    called = _called(value)
-    if isinstance(called, type):
-        return fits(called)
-    returned = _returned(called)
-    is_union = typing.get_origin(returned) in (typing.Union, types.UnionType)
-    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(returned) if is_union else (returned,))]
+    callee = _underlying_callable(value)
+    if isinstance(callee, type):
+        return fits(callee)
+    annotation = _return_annotation(callee)
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(annotation) if is_union else (annotation,))]
     return all(isinstance(kind, type) and kind is not type(None) and fits(kind) for kind in kinds)
 
 
@@ -128,14 +130,14 @@ def paths() -> str:
     """Returns a `PYTHONPATH` for child processes that finds what this one finds; Python's option `-P` excludes its
     directory.
     """
-    found = [path for path in sys.path if path]
+    entries = [path for path in sys.path if path]
     if "" in sys.path:
         with contextlib.suppress(FileNotFoundError):
-            found.insert(0, os.getcwd())
-    return os.pathsep.join([*found, *FOLDERS])
+            entries.insert(0, os.getcwd())
+    return os.pathsep.join([*entries, *FOLDERS])
 
 
-def _called(value: Any) -> Any:
+def _underlying_callable(value: Any) -> Any:
     """Returns the class or function that calling an object runs: that of a `partial`, or a method `__call__`."""
     while isinstance(value, functools.partial):
         value = value.func
@@ -143,17 +145,17 @@ def _called(value: Any) -> Any:
     return type(value).__call__ if is_object else value
 
 
-def _returned(called: Any) -> Any:
+def _return_annotation(callee: Any) -> Any:
     """Returns the return annotation of a function; None if there is none, or if its module lacks that name."""
-    function: Any = inspect.unwrap(called)
-    written = getattr(function, "__annotations__", {})
+    function: Any = inspect.unwrap(callee)
+    annotations = getattr(function, "__annotations__", {})
     with contextlib.suppress(Exception):  # a string annotation may be any expression
-        hints = types.SimpleNamespace(__annotations__={"return": written["return"]})  # ignore those of arguments
+        hints = types.SimpleNamespace(__annotations__={"return": annotations["return"]})  # ignore those of arguments
         return typing.get_type_hints(hints, getattr(function, "__globals__", {}))["return"]
     return None
 
 
-def reference(value: Any) -> str | dict[str, str]:
+def reference(value: object) -> str | dict[str, str]:
     """How files refer to an object: MODULE:NAME, if `imported` finds it by that; otherwise its repr, under "object"."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module != "__main__" and name and getattr(sys.modules.get(str(module)), name, None) is value:

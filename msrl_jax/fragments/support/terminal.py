@@ -30,14 +30,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
         head = [title.replace("/", "/\n") for title in head]
     grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     # Numbers and short words stay whole if there is space; sentences and paths are wrapped.
-    least = [max(len(line) for line in title.split("\n")) for title in head]
-    least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
-    if sum(least) + 2 * (len(least) - 1) > width:
+    min_widths = [max(len(line) for line in title.split("\n")) for title in head]
+    min_widths = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(min_widths, cells, strict=True)]
+    if sum(min_widths) + 2 * (len(min_widths) - 1) > width:
         titles, before = [title.replace("\n", "") for title in head[1:]], " " * indent
-        each = (", ".join(f"{title} {cell.strip()}" for title, cell in zip(titles, row[1:], strict=True)) for row in rows)
-        texts = (f"{row[0].strip()}: {rest}" for row, rest in zip(rows, each, strict=True))
+        detail_texts = (
+            ", ".join(f"{title} {cell.strip()}" for title, cell in zip(titles, row[1:], strict=True)) for row in rows
+        )
+        texts = (f"{row[0].strip()}: {details}" for row, details in zip(rows, detail_texts, strict=True))
         return [line for text in texts for line in paragraph(text, before, f"{before}  ")]
-    for title, narrowest in zip(head, least, strict=True):
+    for title, narrowest in zip(head, min_widths, strict=True):
         grid.add_column(Text(title), overflow="fold", min_width=narrowest)
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))

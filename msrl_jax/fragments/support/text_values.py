@@ -46,38 +46,38 @@ def read_call(text: str) -> Call:
     wrong = f"cannot read {text!r}; write NAME or NAME:argument=value,argument=value"
     name, _, arguments = text.strip().partition(":")
     if name.isidentifier() and not keyword.iskeyword(name):
-        args, kwargs = _read_arguments(arguments, wrong)
+        args, kwargs = _parse_arguments(arguments, wrong)
         return Call(name, tuple(args), kwargs)
-    found = _read(text, wrong)
-    if not isinstance(found, Call):
+    call = _parse_value(text, wrong)
+    if not isinstance(call, Call):
         raise ValueError(wrong)
-    return found
+    return call
 
 
 _NUMBERS = re.compile(r"^[-+.\d][^:,='\"]*(?::[-+.\d][^:,='\"]*)+")
 """Numbers between colons, before other arguments."""
 
 
-def _read_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
+def _parse_arguments(text: str, wrong: str) -> tuple[list[Any], dict[str, Any]]:
     """Parses `"value,key=value"`, whose keys may have dots; raises ValueError(`wrong`) if it cannot be parsed."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for part in filter(str.strip, _split(_NUMBERS.sub(lambda found: found[0].replace(":", ","), text))):
+    for part in filter(str.strip, _split_at_commas(_NUMBERS.sub(lambda match: match[0].replace(":", ","), text))):
         key, value = pair.groups() if (pair := _PAIR.fullmatch(part)) else ("", part)
         if key in kwargs:
             raise ValueError(f"{text!r} has {key!r} twice; give it once")
         if key:
-            kwargs[key] = _read(value, wrong)
+            kwargs[key] = _parse_value(value, wrong)
         elif kwargs:
             raise ValueError(wrong)
         else:
-            args.append(_read(value, wrong))
+            args.append(_parse_value(value, wrong))
     return args, kwargs
 
 
 _PAIR = re.compile(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", re.DOTALL)
 OWN_CALL = re.compile(r"(?P<path>[^\W\d][\w.]*:[^\W\d]\w*)(?P<arguments>\(.*\))?", re.DOTALL)
-"""`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: an object of one's own."""
+"""`MODULE:NAME`, or `MODULE:NAME(ARGUMENTS)`: a custom object."""
 _CALL = re.compile(r"([^\W\d]\w*)\((.*)\)", re.DOTALL)
 _WORD = re.compile(
     r"\d\w*|[^\W\d][\w.]*:[^\W\d]\w*\(.*\)|[^\W\d][\w./]*(?::[\w./+=-]+)+|(?=.*[*?|[])[\w*?][\w.*?|!\[\] -]*", re.DOTALL
@@ -85,35 +85,35 @@ _WORD = re.compile(
 """Words that are not Python: such as `3s_vs_5z`, `per_env:base=0.3`, `MODULE:NAME(...)`, and the pattern `ally_*|medic`."""
 
 
-def _read(text: str, wrong: str) -> Any:
+def _parse_value(text: str, wrong: str) -> Any:
     """Parses one value: a literal, a word, a call, or several of them in brackets; raises ValueError(`wrong`) if it is none."""
     text = text.strip()
     try:
-        return _argument(ast.parse(text, mode="eval").body)
+        return _convert_node(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # the last for thousands of signs
         if _WORD.fullmatch(text):
             return text
-        if found := _CALL.fullmatch(text):  # whose arguments have words
+        if match := _CALL.fullmatch(text):  # whose arguments have words
             with contextlib.suppress(RecursionError):
-                args, kwargs = _read_arguments(found[2], wrong)
-                return Call(found[1], tuple(args), kwargs)
+                args, kwargs = _parse_arguments(match[2], wrong)
+                return Call(match[1], tuple(args), kwargs)
         raise ValueError(wrong) from None
 
 
-def _argument(node: ast.expr) -> Any:
+def _convert_node(node: ast.expr) -> Any:
     match node:
         case ast.Name() | ast.Attribute():
             return ast.unparse(node)
         case ast.Call(ast.Name(name)):
-            kwargs = {each.arg: _argument(each.value) for each in node.keywords if each.arg is not None}
+            kwargs = {argument.arg: _convert_node(argument.value) for argument in node.keywords if argument.arg is not None}
             if len(kwargs) < len(node.keywords):
                 raise ValueError("an argument is given twice, or **")
-            return Call(name, tuple(map(_argument, node.args)), kwargs)
+            return Call(name, tuple(map(_convert_node, node.args)), kwargs)
         case ast.List() | ast.Tuple():
-            items = map(_argument, node.elts)
+            items = map(_convert_node, node.elts)
             return list(items) if isinstance(node, ast.List) else tuple(items)
         case ast.Dict(keys, values) if None not in keys:
-            return {_argument(key): _argument(x) for key, x in zip(keys, values, strict=True) if key is not None}
+            return {_convert_node(key): _convert_node(x) for key, x in zip(keys, values, strict=True) if key is not None}
     return ast.literal_eval(node)
 
 
@@ -151,13 +151,13 @@ def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[st
 
     Calls have the results of the functions in `calls`; if there are none, they are strings, as words are.
     """
-    args, found = _read_arguments(text, wrong)
-    if args or not found:
+    args, values = _parse_arguments(text, wrong)
+    if args or not values:
         raise ValueError(wrong)
-    return {key: _called(key, value, calls) for key, value in found.items()}
+    return {key: _evaluate_calls(key, value, calls) for key, value in values.items()}
 
 
-def _split(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Returns the parts between commas that are not in quotes or brackets."""
     parts, depth, quote = [""], 0, ""
     for c in text:
@@ -174,35 +174,35 @@ def _split(text: str) -> list[str]:
 
 def split_specs(text: str) -> list[str]:
     """Returns the values in `"NAME:key=value,key=value,NAME"`: a comma before `key=` does not separate them."""
-    found: list[str] = []
-    for part in _split(text):
-        if found and re.match(r"\s*[^\W\d][\w.]*\s*=", part):
-            found[-1] += f",{part}"
+    specs: list[str] = []
+    for part in _split_at_commas(text):
+        if specs and re.match(r"\s*[^\W\d][\w.]*\s*=", part):
+            specs[-1] += f",{part}"
         else:
-            found.append(part)
-    return found
+            specs.append(part)
+    return specs
 
 
 def read_value(what: str, text: str, calls: Calls, *, wrong: str) -> Any:
     """Parses one value, like `read_values`; `what` is its name in messages."""
-    return _called(what, _read(text, wrong), calls)
+    return _evaluate_calls(what, _parse_value(text, wrong), calls)
 
 
-def _called(what: str, value: Any, calls: Calls | None) -> Any:
+def _evaluate_calls(what: str, value: Any, calls: Calls | None) -> Any:
     """Returns a value with the results of calls in it; they are text if there are no `calls`."""
     if isinstance(value, dict):
-        return {key: _called(what, x, calls) for key, x in value.items()}
+        return {key: _evaluate_calls(what, x, calls) for key, x in value.items()}
     if calls and isinstance(value, str) and ":" in value:
         value = read_call(value)
     if not isinstance(value, Call):
-        return type(value)(_called(what, x, calls) for x in value) if isinstance(value, list | tuple) else value
+        return type(value)(_evaluate_calls(what, x, calls) for x in value) if isinstance(value, list | tuple) else value
     if calls is None:
         return str(value)
     if value.name not in calls:
         raise ValueError(f"{what}: there is no {value.name!r}{suggestion(value.name, calls)}; use {', '.join(calls)}")
-    given = [_called(what, x, calls) for x in value.args]
+    args = [_evaluate_calls(what, x, calls) for x in value.args]
     try:
-        return calls[value.name](*given, **value.kwargs)
+        return calls[value.name](*args, **value.kwargs)
     except TypeError:
         usage = ", ".join(inspect.signature(calls[value.name]).parameters)
         raise ValueError(f"{what}={value}: write {value.name}({usage})") from None

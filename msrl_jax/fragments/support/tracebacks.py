@@ -49,7 +49,7 @@ def entry(target: F) -> F:
 def hide_frames(error: Exception) -> None:
     """Removes this package's and JAX's frames from the traceback of an error, unless it is a bug of this package."""
     if not _shows_all() and _is_of_user(error):
-        _hide(error)
+        _remove_frames(error)
 
 
 @contextlib.contextmanager
@@ -68,21 +68,21 @@ def _shows_all() -> bool:
     return str(mode).lower() == "off"
 
 
-def _package(traceback: types.TracebackType) -> str:
+def _package_of(traceback: types.TracebackType) -> str:
     return traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-def _frames(error: BaseException) -> list[types.TracebackType]:
-    found, traceback = [], error.__traceback__
+def _frames_of(error: BaseException) -> list[types.TracebackType]:
+    frames, traceback = [], error.__traceback__
     while traceback is not None:
-        found.append(traceback)
+        frames.append(traceback)
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def _is_of_user(error: Exception) -> bool:
-    last = [frame for frame in _frames(error) if _package(frame) not in _JAX][-1]
-    if _package(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
+    last = [frame for frame in _frames_of(error) if _package_of(frame) not in _JAX][-1]
+    if _package_of(last) != _PACKAGE or last.tb_frame.f_globals is globals():  # `called` itself: the arguments do not match
         return True
     return not isinstance(error, AssertionError) and operation(last) == "RAISE_VARARGS"
 
@@ -92,14 +92,14 @@ def operation(traceback: types.TracebackType) -> str:
     return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]]
 
 
-def _hide(error: BaseException | None) -> None:
+def _remove_frames(error: BaseException | None) -> None:
     """Removes frames from the traceback of an error, and of the errors that caused it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        kept = None
-        for frame in reversed(_frames(error)):
-            if _package(frame) not in _HIDDEN:
-                kept = types.TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-        error.__traceback__ = kept
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
+        traceback = None
+        for frame in reversed(_frames_of(error)):
+            if _package_of(frame) not in _HIDDEN:
+                traceback = types.TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = traceback
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

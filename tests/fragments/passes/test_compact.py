@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax._compat import equations_in, jaxpr_as_fun, scan_p, scan_parts
 from msrl_jax.algorithms import counted
 from msrl_jax.fragments.passes import prepare
-from msrl_jax.fragments.passes.compact import compacted
+from msrl_jax.fragments.passes.compact import combine_small_arrays
 from msrl_jax.fragments.runtime import fused_loop
 
 
@@ -23,7 +23,7 @@ def assert_equal_bits(expected, found):
 def same_bits(fn, *args):
     """The loops of `fn` after the pass, each the numbers of arrays in its carry and of those that it stacks."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    new = compacted(closed)
+    new = combine_small_arrays(closed)
     structure, leaves = jax.tree.structure(shapes), jax.tree.leaves(args)
     expected, found = (jax.jit(jaxpr_as_fun(x))(*leaves) for x in (closed, new))
     assert_equal_bits(*(jax.tree.unflatten(structure, x) for x in (expected, found)))
@@ -88,7 +88,7 @@ def test_what_has_few_arrays_or_calls_the_host_stays_as_it_is():
 
     for fn in (few, calls):
         closed = jax.make_jaxpr(fn)(1.0)
-        assert compacted(closed) is closed
+        assert combine_small_arrays(closed) is closed
 
 
 @pytest.mark.slow

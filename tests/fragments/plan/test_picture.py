@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.fragments.plan.cost import FragmentPlan
 from msrl_jax.fragments.plan.picture import page_of
 from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, Plan, ProgramPlan, RegisterPlan
-from msrl_jax.fragments.plan.text import grouped
+from msrl_jax.fragments.plan.text import group_crossings
 from tests.support import toy
 from tests.support.slow import mostly_slow
 
@@ -45,7 +45,7 @@ def check(plan):
     assert names(picture, "loop") == collections.Counter("+".join(loop.fragments) for loop in plan.loops)
     assert names(picture, "registers") == collections.Counter({r.placement for r in plan.registers})
     arrows = [(g.get("data-source"), g.get("data-destination"), g.get("data-crossing")) for g in things(picture, "crossing")]
-    assert sorted(arrows) == sorted((c[0].source, c[0].destination, name) for name, c in grouped(plan.crossings))
+    assert sorted(arrows) == sorted((c[0].source, c[0].destination, name) for name, c in group_crossings(plan.crossings))
     lanes = {g.get("data-placement"): frame(g) for g in things(picture, "placement")}
     boxes = [(frame(g), program) for g, program in zip(things(picture, "program"), plan.programs, strict=True)]
     for box, program in boxes:

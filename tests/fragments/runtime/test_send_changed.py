@@ -148,13 +148,13 @@ def test_an_exchange_that_fails_is_followed_by_a_whole_one():
     program = msrl.compile(iteration, state, policy=SingleLearnerCoarse(parameter_codec="delta(8)"), axes=AXES)
     program.run(state, 2)
     (sender,) = program.host_loop.executor().senders
-    put, sender._put = sender._put, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    place, sender._place = sender._place, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         program.run(state, 1)
-    sender._put = put
-    before = sender.sent.whole
+    sender._place = place
+    before = sender.stats.whole
     after, _ = program.run(state, 3)
-    assert sender.sent.whole == before + 1
+    assert sender.stats.whole == before + 1
     np.testing.assert_array_equal(after["table"], 3.0 * (np.arange(SIZE) < 1).reshape(16, -1))
 
 
