@@ -1,16 +1,13 @@
 """Curves of several seeds: their mean and its interval, and figures of them as SVG."""
 
-import argparse
 import contextlib
 import io
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES, use_cpu_devices
 from msrl_jax.report.statistics import Estimate, estimate, mean
 from msrl_jax.run.evaluation.history import last_known
 
@@ -81,30 +78,6 @@ def svg_of(figure: Any) -> str:
     with styled():
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
-
-
-def new_file(text: str) -> Path:
-    """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
-        raise argparse.ArgumentTypeError(f"{text} {what}")
-    return path
-
-
-def positive(text: str) -> int:
-    """Parses a number of seeds, episodes or steps for `argparse`."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text}: use an integer of at least 1")
-    return int(text)
-
-
-def cpu_devices(text: str) -> int:
-    """Parses a number of virtual CPU devices for `argparse`, and configures JAX to start with them."""
-    if positive(text) > MOST_CPU_DEVICES:
-        raise argparse.ArgumentTypeError(f"{text}: use at most {MOST_CPU_DEVICES}")
-    use_cpu_devices(int(text))
-    return int(text)
 
 
 def inline(svg: str) -> str:

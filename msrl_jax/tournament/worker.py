@@ -24,9 +24,9 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import params_text as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
-from msrl_jax.run.experiment.agent_transforms import fold_keys
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Callback, ProgressDisplay, Tick

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.run.experiment.agent_transforms import member_axes
+from msrl_jax.run.experiment.members import member_axes
 from msrl_jax.run.prepare import make_experiment
 from tests.support.random_walk import RandomWalk
 

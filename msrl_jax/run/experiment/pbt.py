@@ -26,7 +26,7 @@ from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import in_words
-from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
+from msrl_jax.run.experiment.members import UNRANKED, Member, learned, with_learned
 
 PARENT = "pbt/parent"  # the metric with the member that each member copied at the last exploit; its own number if none
 FACTORS = 0.8, 1.2  # factors by which perturbation multiplies a number

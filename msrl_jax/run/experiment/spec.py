@@ -35,9 +35,11 @@ from msrl_jax.registry import code_names, files, resolve
 from msrl_jax.registry.lookup import check_env
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
-from msrl_jax.run.experiment.agent_transforms import members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.run.experiment.check_metrics import check_metrics
+from msrl_jax.run.experiment.members import members, with_numbers
 from msrl_jax.run.experiment.pbt import PBT, evolve, read_pbt
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
+from msrl_jax.run.experiment.skip_nonfinite import skip_nonfinite
 from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # how a run handles non-finite values
@@ -195,7 +197,7 @@ class Experiment:
 
     def _of_one(self, env: Any, *, skips: bool) -> Agent:
         def build(config: Any) -> Agent:
-            agent = numbers_only(resolve.build(config, env), self.name)
+            agent = check_metrics(resolve.build(config, env), self.name)
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)

@@ -29,7 +29,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
-from msrl_jax.run.experiment.agent_transforms import state_of_member
+from msrl_jax.run.experiment.members import state_of_member
 from msrl_jax.run.loop.loop import Run
 from msrl_jax.run.result import Result
 

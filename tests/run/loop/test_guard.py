@@ -13,7 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.history import NO_EPISODES, SKIPPED
-from msrl_jax.run.experiment.agent_transforms import Member
+from msrl_jax.run.experiment.members import Member
 from msrl_jax.run.loop.guard import MOST_SKIPPED, Guard, StopOrRollBack, again
 from msrl_jax.run.loop.loop import StopReason
 from msrl_jax.run.loop.watch import non_finite

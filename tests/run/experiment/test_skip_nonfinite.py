@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.agents.transformations import counted, wrapped
-from msrl_jax.run.experiment.agent_transforms import learned, skip_nonfinite, with_learned
+from msrl_jax.run.experiment.members import learned, with_learned
+from msrl_jax.run.experiment.skip_nonfinite import skip_nonfinite
 
 
 class Own(NamedTuple):

@@ -1,4 +1,4 @@
-"""Agent transforms: functions from agent to agent. If one adds to the state, the old state is in the field `inner`.
+"""Members of a run: their numbers, their state with the dimension `M`, and the fields that a member learns.
 
 An algorithm reads `config.learning_rate` in the same way whether it is a constant or not: the agent of a member is built
 during tracing, from a config whose tunable fields are numbers from the member's state.
@@ -18,14 +18,8 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_inne
 from msrl_jax.agents.transformations import BRANCHES, Scheduled
 from msrl_jax.configs.names import value_of
 from msrl_jax.configs.replacing import with_traced
-from msrl_jax.fragments.metrics import Mean
-from msrl_jax.fragments.support.checks import shown, whole
-from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.replay import SHARD_AXIS
-from msrl_jax.run.evaluation.history import SKIPPED
 
-# Columns that a run adds to the metrics of its algorithm.
-RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
 UNRANKED = "the return is a sum over opposing teams or players, so it does not rank members"
 
 _ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of values that actors, environments and buffers compute
@@ -123,54 +117,6 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
 
 
-def numbers_only(agent: Agent, name: str) -> Agent:
-    """Makes an agent that raises an error for metrics that are not numbers."""
-    if not isinstance(agent, Agent):
-        raise TypeError(f"algorithm {name!r}: build returned {shown(agent)}; return an msrl_jax.algorithms.Agent")
-    for number in ("steps_per_iteration", "updates_per_iteration"):
-        whole(f"algorithm {name!r}: Agent.{number}", getattr(agent, number), least=int(number.startswith("steps")))
-    if not hasattr(own := innermost(agent.axes), "_fields"):
-        raise TypeError(
-            f"algorithm {name!r} has axes of a {type(own).__name__}; its state is a NamedTuple, whose field 'inner', if it has "
-            "one, is the state of the agent that a transformation widens"
-        )
-
-    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
-        result = agent.iteration(state, progress)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise TypeError(f"algorithm {name!r}: its iteration returns a {type(result).__name__}; return (state, metrics)")
-        state, metrics = result
-        for metric, value in metrics.items():
-            dtype = getattr(value.total if isinstance(value, Mean) else value, "dtype", type(value))
-            if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {shown(value)}; metrics are real numbers")
-            if metric in RESERVED:
-                raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")
-        return state, metrics
-
-    return dataclasses.replace(agent, iteration=iteration)
-
-
-def skip_nonfinite(agent: Agent) -> Agent:
-    """Makes an agent that discards all values of learners if an iteration makes one non-finite; counters and keys advance.
-
-    Running statistics of the environment are checked separately: they do not depend on the learner, so actors do not wait for
-    it. Both checks select between the old and the new value, so every distribution policy computes the same.
-    """
-
-    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
-        after, metrics = agent.iteration(state, progress)
-        kept, dropped = _unless_finite(learned(agent, state), learned(agent, after))
-        after = with_learned(after, kept)
-        old, new = innermost(state), innermost(after)
-        if old.env_state != ():
-            statistics, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (old, new)))
-            after = with_innermost(after, new._replace(env_state=agent.env.with_statistics(new.env_state, statistics)))
-        return after, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
-
-    return dataclasses.replace(agent, iteration=iteration)
-
-
 def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
     """Returns the state fields, at all levels, that learners compute: they contain floats, but no environments or buffers."""
 
@@ -196,21 +142,3 @@ def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int =
     if "inner" in state._fields:
         own["inner"] = with_learned(state.inner, fields, level + 1)
     return state._replace(**own)
-
-
-def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:
-    """Returns `new`, or `old` if `new` is non-finite; and whether it is `old`."""
-    floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    bad = jnp.array([~jnp.isfinite(x).all() for x in floats]).any() if floats else jnp.bool(False)
-    return jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new), bad
-
-
-def fold_keys(state: Any, number: int) -> Any:
-    """Folds a number into every typed key of a state, which changes all randomness."""
-
-    def fold(x: Any) -> Any:
-        if not is_key(x):
-            return x
-        return jax.vmap(lambda key: jax.random.fold_in(key_for("again", key), number))(x.reshape(-1)).reshape(x.shape)
-
-    return jax.tree.map(fold, state)
