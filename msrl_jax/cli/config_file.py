@@ -141,5 +141,5 @@ def text(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> str:
     for option in options:
         if option.name not in _OF_WORDS:
             value = given.get(option.name, None if option.default is REQUIRED else option.default)
-            parts.append(toml.entry(option.name, value, option.doc, given=option.name in given))
+            parts.append(toml.entry(option.name, value, option.doc, is_active=option.name in given))
     return "\n".join(parts)

@@ -28,18 +28,18 @@ def mean_curve(
       Steps, the mean over the seeds, and the ends of its 95% interval, nan with one seed. `[N]` each
     """
     groups = np.array_split(np.arange(len(values)), min(_POINTS, max(len(values), 1)))
-    means = np.array([[_known(column) for column in values[rows].T] for rows in groups])
-    known = last_known(means)  # where no episode ended, use the last mean
-    found = [(rows[-1], row) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
-    each = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in found]
-    middle, low, high = (np.array([getattr(x, name) for x in each]) for name in ("value", "low", "high"))
-    return np.asarray(steps)[[row for row, _ in found]], middle, low, high
+    means = np.array([[_known_mean(column) for column in values[rows].T] for rows in groups])
+    known_means = last_known(means)  # where no episode ended, use the last mean
+    points = [(rows[-1], row) for rows, row in zip(groups, known_means, strict=True) if not np.isnan(row).any()]
+    estimates = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in points]
+    middle, low, high = (np.array([getattr(interval, name) for interval in estimates]) for name in ("value", "low", "high"))
+    return np.asarray(steps)[[row for row, _ in points]], middle, low, high
 
 
-def _known(values: np.ndarray) -> float:
+def _known_mean(values: np.ndarray) -> float:
     """Returns the mean of known values; nan if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else np.nan
+    known_values = values[~np.isnan(values)]
+    return float(known_values.mean()) if len(known_values) else np.nan
 
 
 def styled() -> contextlib.AbstractContextManager[Any]:

@@ -36,9 +36,9 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        known = math.isfinite(self.high - self.low)
-        digits = decimals(self.value, self.high - self.low if known else 0.0)
-        return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if known else "")
+        has_interval = math.isfinite(self.high - self.low)
+        digits = decimals(self.value, self.high - self.low if has_interval else 0.0)
+        return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if has_interval else "")
 
 
 def mean(scores: Any, axis: int = -1) -> Any:
@@ -74,8 +74,8 @@ def estimate(
         raise ValueError(f"statistic={shown(statistic)} is not a function; use one of (scores, axis), such as statistics.mean")
     tasks = _checked(scores)
 
-    def joined(*each: np.ndarray, axis: int = -1) -> Any:
-        return statistic(np.concatenate(each, axis=axis), axis=axis)
+    def joined(*samples: np.ndarray, axis: int = -1) -> Any:
+        return statistic(np.concatenate(samples, axis=axis), axis=axis)
 
     return _bootstrapped(tasks, joined, confidence, seed, sum(map(len, tasks)))
 
@@ -140,8 +140,8 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
         raise ValueError(f"there are {len(ours)} tasks of ours and {len(theirs)} of theirs; give the scores of the same tasks")
     pairs = list(zip(ours, theirs, strict=True))
 
-    def above(*each: np.ndarray, axis: int = -1) -> Any:
-        halves = zip(each[: len(pairs)], each[len(pairs) :], strict=True)
+    def above(*samples: np.ndarray, axis: int = -1) -> Any:
+        halves = zip(samples[: len(pairs)], samples[len(pairs) :], strict=True)
         wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
         return np.mean(wins, axis=0)
 
@@ -194,7 +194,7 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
     def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (x, y),
         apart,
         vectorized=True,
@@ -203,14 +203,14 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
         rng=rng,
         batch=min(_BATCH, max(1, _AT_ONCE // (len(x) + len(y)))),
     )
-    return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
+    return Agreement("agrees" if test.pvalue > false_alarm else "does not agree", difference, float(test.pvalue))
 
 
-def fewest(others: int) -> int | None:
-    """Returns the fewest scores with which `agreement` can find a difference from `others` scores; None if that is one."""
-    if others < 2:
+def fewest(count_of_others: int) -> int | None:
+    """Returns the fewest scores with which `agreement` can find a difference from `count_of_others` scores; None for one."""
+    if count_of_others < 2:
         return None
-    return next(count for count in itertools.count(2) if _least(count, others) <= FALSE_ALARM)
+    return next(count for count in itertools.count(2) if _least(count, count_of_others) <= FALSE_ALARM)
 
 
 def _least(ours: int, theirs: int) -> float:
@@ -231,20 +231,20 @@ def _checked(scores: Scores) -> list[np.ndarray]:
     return [_array(task, f"the scores of task {number}") for number, task in enumerate(scores)]
 
 
-def _array(values: Any, what: str) -> np.ndarray:
+def _array(values: Any, name: str) -> np.ndarray:
     """Converts numbers to float64 `[N]`; raises ValueError if they are something else."""
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{what} are not an array ({error}); give numbers, [N]") from None
-    if found.ndim != 1 or not len(found):
-        remedy = "put those of one task into a list, [scores]" if found.ndim == 0 else "give one for each seed, [S]"
-        raise ValueError(f"{what} have shape {list(found.shape)}; {remedy}")
-    if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-        raise ValueError(f"{what} are of type {found.dtype}; give real numbers")
+        raise ValueError(f"{name} are not an array ({error}); give numbers, [N]") from None
+    if array.ndim != 1 or not len(array):
+        remedy = "put those of one task into a list, [scores]" if array.ndim == 0 else "give one for each seed, [S]"
+        raise ValueError(f"{name} have shape {list(array.shape)}; {remedy}")
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f"{name} are of type {array.dtype}; give real numbers")
     if np.ma.is_masked(values):
-        raise ValueError(f"{what} are partly masked; leave such runs out, and say so")
-    found = found.astype(np.float64)
-    if not np.isfinite(found).all():
-        raise ValueError(f"{what} are not all finite; leave such runs out, and say so")
-    return found
+        raise ValueError(f"{name} are partly masked; leave such runs out, and say so")
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} are not all finite; leave such runs out, and say so")
+    return array

@@ -11,7 +11,7 @@ from msrl_jax.envs.param_distributions import ParamDistribution
 from msrl_jax.fragments.support.checks import check_loaded
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import value_in_words
-from msrl_jax.run.outputs.figures import saved
+from msrl_jax.run.outputs.figures import save_figure
 from msrl_jax.search.space import Axis, Trial
 from msrl_jax.search.sweep_result import SweepResult
 
@@ -41,7 +41,7 @@ def plot_sweep(swept: SweepResult, path: str | os.PathLike | None = None) -> "Fi
         Axis(field, ParamDistribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
         for field, about in swept.description["fields"].items()
     ]
-    return saved(_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
+    return save_figure(_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
 
 
 def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":

@@ -29,7 +29,7 @@ from msrl_jax.run.experiment.members import UNRANKED
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
-from msrl_jax.run.result import Result, of_members
+from msrl_jax.run.result import Result, join_members
 from msrl_jax.run.streams import progress_stream
 from msrl_jax.run.training import train
 from msrl_jax.search.space import Stage, Trial
@@ -253,7 +253,7 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
     def cut(run: Result) -> Result:
         return dataclasses.replace(run, history={name: x[-1:] for name, x in run.history.items()})
 
-    return of_members([(cut(run), slice(member, member + first.seeds)) for run, member in parts], experiment)
+    return join_members([(cut(run), slice(member, member + first.seeds)) for run, member in parts], experiment)
 
 
 def _on_host(result: Result) -> Result:

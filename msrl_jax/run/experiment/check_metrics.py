@@ -20,10 +20,10 @@ def check_metrics(agent: Agent, name: str) -> Agent:
         raise TypeError(f"algorithm {name!r}: build returned {shown(agent)}; return an msrl_jax.algorithms.Agent")
     for number in ("steps_per_iteration", "updates_per_iteration"):
         whole(f"algorithm {name!r}: Agent.{number}", getattr(agent, number), least=int(number.startswith("steps")))
-    if not hasattr(own := innermost(agent.axes), "_fields"):
+    if not hasattr(axes := innermost(agent.axes), "_fields"):
         raise TypeError(
-            f"algorithm {name!r} has axes of a {type(own).__name__}; its state is a NamedTuple, whose field 'inner', if it has "
-            "one, is the state of the agent that a transformation widens"
+            f"algorithm {name!r} has axes of a {type(axes).__name__}; its state is a NamedTuple, whose field 'inner', if it "
+            "has one, is the state of the agent that a transformation widens"
         )
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:

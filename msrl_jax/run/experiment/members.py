@@ -41,16 +41,16 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
         "instead, or declare the field with field and not with tunable; members can then not differ in it."
     )
 
-    def of(numbers: Mapping[str, jax.Array]) -> Agent:
+    def agent_of(numbers: Mapping[str, jax.Array]) -> Agent:
         return build(with_traced(config, numbers))
 
     def init(key: jax.Array, numbers: Mapping[str, jax.Array] | None = None) -> Member:
-        given = {name: value_of(config, name) for name in names} if numbers is None else numbers
-        own = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
-        return Member(of(own).init(key), own)
+        values = {name: value_of(config, name) for name in names} if numbers is None else numbers
+        member_numbers = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+        return Member(agent_of(member_numbers).init(key), member_numbers)
 
     def iteration(state: Member, progress: Progress) -> tuple[Member, Metrics]:
-        inner, metrics = of(state.numbers).iteration(state.inner, progress)
+        inner, metrics = agent_of(state.numbers).iteration(state.inner, progress)
         return Member(inner, state.numbers), metrics
 
     def explained(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
         return call
 
     def of_state(name: str) -> Callable[..., Any]:
-        return explained(lambda state, *args: getattr(of(state.numbers), name)(state.inner, *args))
+        return explained(lambda state, *args: getattr(agent_of(state.numbers), name)(state.inner, *args))
 
     return dataclasses.replace(
         agent,
@@ -117,7 +117,7 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
 
 
-def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
+def learned_fields(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
     """Returns the state fields, at all levels, that learners compute: they contain floats, but no environments or buffers."""
 
     def is_learned(value: Any, of_value: Any) -> bool:
@@ -125,20 +125,20 @@ def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
         axes = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
         return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)) and not axes & _ELSEWHERE
 
-    skipped, found, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
+    skipped, fields, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
     level = 0  # 0 is the outermost state
     while True:
         if not isinstance(state, Member | Scheduled):
-            own = {name: getattr(state, name) for name in state._fields if name not in skipped}
-            found |= {(level, name): x for name, x in own.items() if is_learned(x, getattr(axes, name))}
+            level_fields = {name: getattr(state, name) for name in state._fields if name not in skipped}
+            fields |= {(level, name): x for name, x in level_fields.items() if is_learned(x, getattr(axes, name))}
         if "inner" not in state._fields:
-            return found
+            return fields
         state, axes, level = state.inner, axes.inner, level + 1
 
 
-def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
+def with_learned_fields(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
     """Returns the state with other values for the fields that `learned` found."""
-    own = {name: value for (at, name), value in fields.items() if at == level}
+    changes = {name: value for (field_level, name), value in fields.items() if field_level == level}
     if "inner" in state._fields:
-        own["inner"] = with_learned(state.inner, fields, level + 1)
-    return state._replace(**own)
+        changes["inner"] = with_learned_fields(state.inner, fields, level + 1)
+    return state._replace(**changes)

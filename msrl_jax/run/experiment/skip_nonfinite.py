@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.run.evaluation.history import SKIPPED
-from msrl_jax.run.experiment.members import learned, with_learned
+from msrl_jax.run.experiment.members import learned_fields, with_learned_fields
 
 
 def skip_nonfinite(agent: Agent) -> Agent:
@@ -19,14 +19,16 @@ def skip_nonfinite(agent: Agent) -> Agent:
     """
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
-        after, metrics = agent.iteration(state, progress)
-        kept, dropped = _unless_finite(learned(agent, state), learned(agent, after))
-        after = with_learned(after, kept)
-        old, new = innermost(state), innermost(after)
-        if old.env_state != ():
-            statistics, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (old, new)))
-            after = with_innermost(after, new._replace(env_state=agent.env.with_statistics(new.env_state, statistics)))
-        return after, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
+        next_state, metrics = agent.iteration(state, progress)
+        fields, dropped = _unless_finite(learned_fields(agent, state), learned_fields(agent, next_state))
+        next_state = with_learned_fields(next_state, fields)
+        inner, next_inner = innermost(state), innermost(next_state)
+        if inner.env_state != ():
+            statistics, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (inner, next_inner)))
+            next_state = with_innermost(
+                next_state, next_inner._replace(env_state=agent.env.with_statistics(next_inner.env_state, statistics))
+            )
+        return next_state, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
 
     return dataclasses.replace(agent, iteration=iteration)
 

@@ -48,12 +48,12 @@ class Finding:
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
         """Describes the finding for an error message; `settings` are those of the members of the run."""
-        what = repr(self.metric) if self.metric else f"state{self.leaf}"
-        who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
+        value_name = repr(self.metric) if self.metric else f"state{self.leaf}"
+        of_member = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
         if self.failure is None:
-            return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
+            return f"{value_name}{of_member} is not finite in iteration {self.iteration}. {self.note}"
         replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
-        return f"{self.failure}. So {what}{who} is not finite{replay}"
+        return f"{self.failure}. So {value_name}{of_member} is not finite{replay}"
 
 
 class DivergedError(FloatingPointError):
@@ -109,9 +109,9 @@ class Guard:
     def _check(self, run: Run) -> Finding | None:
         if self._first_bad:
             return Finding(None, self._first_bad[0], self._begin + 1, None)
-        if found := first_non_finite(run.metrics):
-            metric, within, member = found
-            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
+        if non_finite := first_non_finite(run.metrics):
+            metric, offset, member = non_finite
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + offset + 1, member)
         bad = self.watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
@@ -124,8 +124,8 @@ class Guard:
             if not rows.any():
                 self._keep(run)
             return None
-        first = run.iteration - int(self._streak[worst]) + 1
-        return Finding(SKIPPED, None, first, worst if run.experiment.has_members else None)
+        first_iteration = run.iteration - int(self._streak[worst]) + 1
+        return Finding(SKIPPED, None, first_iteration, worst if run.experiment.has_members else None)
 
     def _keep(self, run: Run) -> None:
         """Copies the state if the last copy is old."""
@@ -143,14 +143,14 @@ class Guard:
     def earlier(self, run: Run) -> tuple[Any, int, int]:
         """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
         checkpoint, or the initial state."""
-        for saved in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
-            if self._kept is not None and saved.iteration <= self._kept[1]:
+        for saved_checkpoint in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
+            if self._kept is not None and saved_checkpoint.iteration <= self._kept[1]:
                 break
             with contextlib.suppress(checkpoint.CheckpointError):
-                checkpoint.verify(saved)
-                state = store.restore_state(saved, run.experiment, run.program)
+                checkpoint.verify(saved_checkpoint)
+                state = store.restore_state(saved_checkpoint, run.experiment, run.program)
                 if self.watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
-                    return state, saved.iteration, saved.progress["rollbacks"]
+                    return state, saved_checkpoint.iteration, saved_checkpoint.progress["rollbacks"]
         if self._kept is not None:  # a copy since the last rollback
             return *self._kept, len(run.deployment["rollbacks"])
         return run.experiment.start(run.program), 0, 0
@@ -160,8 +160,8 @@ class Guard:
         finding: Finding = run.finding
         if self._kept is None and self._begin == 0 and self._first_bad:
             leaf = self._first_bad[0]
-            who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
-            note = f"{who} non-finite values: state{leaf} of the initial state"
+            origin = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
+            note = f"{origin} non-finite values: state{leaf} of the initial state"
             return dataclasses.replace(finding, leaf=leaf, note=note)
         for explain in EXPLANATIONS.values():
             finding = explain(run, finding, self)
@@ -233,8 +233,10 @@ def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
         if not isinstance(part, Member):
             return part
         # Rates that evolve are halved once per rollback since that state, other rates once per rollback of the run.
-        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
-        rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+        rates_now, divisor = (
+            (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
+        )
+        rates = {name: jnp.asarray(rate / divisor) for name, rate in rates_now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)
 
     return jax.tree.map(slower, fold_keys(state, number), is_leaf=lambda x: isinstance(x, Member))

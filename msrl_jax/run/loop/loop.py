@@ -31,6 +31,7 @@ from msrl_jax.run.evaluation.history import NO_EPISODES, HostMetrics, LastEpisod
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 
+Hook: TypeAlias = object  # with some of the attributes above
 Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished", "earlier checkpoint"]
 
 
@@ -81,17 +82,17 @@ class ChunkScheduler:
         """Records a measurement."""
         if self._fixed:
             return
-        each = max(seconds / iterations, 1e-9)
-        if self._length and _SECONDS / 2 <= self._length * each <= 2 * _SECONDS:
+        seconds_per_iteration = max(seconds / iterations, 1e-9)
+        if self._length and _SECONDS / 2 <= self._length * seconds_per_iteration <= 2 * _SECONDS:
             return
-        wanted = _SECONDS / each
+        target = _SECONDS / seconds_per_iteration
         if self._length:  # limits the effect of a single slow chunk
-            wanted = min(max(wanted, self._length / 2), self._length * 2)
-        self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
+            target = min(max(target, self._length / 2), self._length * 2)
+        self._length = self.most if target >= self.most else 2 ** max(0, math.floor(math.log2(target)))
 
-    def length(self, done: int) -> int:
+    def length(self, iterations: int) -> int:
         """Returns the number of iterations of the next chunk."""
-        return self._length - done % self._length
+        return self._length - iterations % self._length
 
 
 @dataclasses.dataclass
@@ -162,14 +163,16 @@ class Run:
 
     def advance(self) -> None:
         """Runs a chunk and adds a row to the history."""
-        first, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
+        first_iteration, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
         parts = [] if self.pace.is_known else [self._iterate(1)]
-        if rest := min(self.pace.length(first), self._to_boundary(first)) - (self.iteration - first):
-            parts.append(self._iterate(rest))
+        if remaining := min(self.pace.length(first_iteration), self._to_boundary(first_iteration)) - (
+            self.iteration - first_iteration
+        ):
+            parts.append(self._iterate(remaining))
         self.metrics = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
         self.last_seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.seconds["train_seconds"] += self.last_seconds
-        steps = (self.iteration - first) * self.experiment.steps_per_iteration * self.experiment.members
+        steps = (self.iteration - first_iteration) * self.experiment.steps_per_iteration * self.experiment.members
         self.rows.append(
             {
                 "step": self.step,
@@ -180,7 +183,7 @@ class Run:
             }
         )
         if (scores := self.metrics.get(f"episode_{self.experiment.rank_by}")) is not None:
-            self.last_episodes = self.last_episodes.add(first, scores, finite=self.experiment.guard == "skip")
+            self.last_episodes = self.last_episodes.add(first_iteration, scores, finite=self.experiment.guard == "skip")
 
     @property
     def most_at_once(self) -> int:
@@ -192,7 +195,7 @@ class Run:
         """Compiles the training program, unless it is compiled already."""
         self.program.warm_up(self.most_at_once)
 
-    def _iterate(self, count: int) -> Any:
+    def _iterate(self, count: int) -> HostMetrics:
         compiling, start = self.program.compile_seconds, time.perf_counter()
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
         jax.block_until_ready(self.run_state)
@@ -203,12 +206,12 @@ class Run:
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:
-        each = self.experiment.steps_per_iteration
-        multiples = ((iteration * each // every + 1) * every for every in self.boundaries)
-        return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
+        steps_per_iteration = self.experiment.steps_per_iteration
+        multiples = ((iteration * steps_per_iteration // interval + 1) * interval for interval in self.boundaries)
+        return min([self.iterations, *(-(-multiple // steps_per_iteration) for multiple in multiples)]) - iteration
 
 
-def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
+def _call(hook: Hook, phase: str, run: Run) -> StopReason | None:
     """Calls a phase of a hook, if the hook has it; returns the reason to stop that the hook returned, if any."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
     if isinstance(answer, StopReason) and answer.status not in _FIRST:
@@ -222,12 +225,12 @@ def is_true(answer: Any) -> bool:
     return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
-def loop(run: Run, hooks: Sequence[Any]) -> None:
+def loop(run: Run, hooks: Sequence[Hook]) -> None:
     """Runs chunks until all iterations are done or a hook ends the run; sets the run's `ending`."""
     if run.deployment["chunk"] is None:
         evolution = [] if run.experiment.pbt is None else [run.experiment.pbt.every * run.experiment.steps_per_iteration]
-        every = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
-        run.boundaries = tuple(int(steps) for steps in every if steps is not None)
+        intervals = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
+        run.boundaries = tuple(int(steps) for steps in intervals if steps is not None)
     for hook in hooks:
         _call(hook, "begin", run)
     while True:
@@ -244,7 +247,7 @@ def loop(run: Run, hooks: Sequence[Any]) -> None:
             return
 
 
-def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
+def finish(run: Run, hooks: Sequence[Hook]) -> list[Exception]:
     """Ends all hooks, the last one first; returns the errors of those that fail, each with a note that names the hook."""
     errors: list[Exception] = []
     for hook in reversed(hooks):

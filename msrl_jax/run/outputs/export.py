@@ -42,8 +42,10 @@ class Policy:
 
     def batched(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the inputs for a number of observations, which may be a symbolic dimension."""
-        one = self.inputs.items()
-        return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
+        items = self.inputs.items()
+        return {
+            name: shape if name == "key" else jax.ShapeDtypeStruct((size, *shape.shape), shape.dtype) for name, shape in items
+        }
 
 
 @entry
@@ -96,18 +98,18 @@ def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
         key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
         obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
         size = jax.tree.leaves(obs)[0].shape[0]
-        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carry_inputs.items()]
+        carry_leaves = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carry_inputs.items()]
         # A barrier, so that operations on parameters alone are not folded at compile time, which would round differently.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
-        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
-        after = zip(carry_inputs, held, jax.tree.leaves(carry), strict=True)
-        return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
+        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), carry_leaves), key)
+        carry_pairs = zip(carry_inputs, carry_leaves, jax.tree.leaves(carry), strict=True)
+        return {"action": action} | {f"next_{name}": x for name, old, x in carry_pairs if name in arrays and x is not old}
 
-    given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
-    whole_policy = Policy(run, observations | carry_inputs | given)
+    key_input = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
+    whole_policy = Policy(run, observations | carry_inputs | key_input)
     # The carry of a critic does not change.
     changes = jax.eval_shape(run, **whole_policy.batched(1))
-    return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | given)
+    return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | key_input)
 
 
 def _names_of(observed: Any) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
     return path
 
 
-def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+def _jaxexport(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         return policy.run(**arrays)
 
@@ -149,18 +151,18 @@ def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], ab
     return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
 
 
-def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+def _onnx(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
     # Inputs that no action needs, such as keys of the state, have no ONNX counterpart.
-    needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
-    kept = jnp.cumsum
+    pruned = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
+    original_cumsum = jnp.cumsum
     try:
         import jax2onnx  # type: ignore[import-not-found]
         import onnx  # type: ignore[import-not-found]
 
         logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # ignore shapes of inner values that it cannot infer
         model = jax2onnx.to_onnx(
-            lambda *xs: tuple(needed(*xs)),
+            lambda *xs: tuple(pruned(*xs)),
             list(inputs.values()),
             model_name="policy",
             input_names=list(inputs),
@@ -171,10 +173,10 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
         raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error
     except Exception as error:
         hint = "" if all(isinstance(n, int) for x in inputs.values() for n in x.shape) else "give batch=1, say, or "
-        what = f"jax2onnx cannot express this policy ({_first_line(error)})"
-        raise ValueError(f"{what}; {hint}export it as .jaxexport") from error
+        fact = f"jax2onnx cannot express this policy ({_first_line(error)})"
+        raise ValueError(f"{fact}; {hint}export it as .jaxexport") from error
     finally:
-        jnp.cumsum = kept  # jax2onnx replaces it for the whole process
+        jnp.cumsum = original_cumsum  # jax2onnx replaces it for the whole process
     model.doc_string = about
     return model.SerializeToString()
 
@@ -182,7 +184,7 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
 _FORMATS = {".jaxexport": _jaxexport, ".onnx": _onnx}
 
 
-def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _described(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
     return {name: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for name, x in arrays.items()}
 
 
