@@ -10,8 +10,8 @@ def new_file(text: str) -> Path:
     """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
-        raise argparse.ArgumentTypeError(f"{text} {what}")
+        fact = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
+        raise argparse.ArgumentTypeError(f"{text} {fact}")
     return path
 
 

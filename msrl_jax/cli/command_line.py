@@ -46,13 +46,13 @@ _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")  # instructions of Python
 
 def _is_ours(error: BaseException) -> bool:
     """Returns whether this package raised the error itself. Other errors are bugs, and need their traceback."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
     # A function of the package that raised the error has hidden its frames; then the last one is that of the call here.
     raises = ["RAISE_VARARGS", "RERAISE", *(_CALLS if module.startswith("msrl_jax.cli") else ())]
-    return last is not None and module.startswith("msrl_jax.") and operation(last) in raises
+    return frame is not None and module.startswith("msrl_jax.") and operation(frame) in raises
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,18 +108,18 @@ def _end(code: int) -> NoReturn:
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
     """Shows the warnings of this package, and JAX's first one about its compilation cache, in one line each on stderr."""
-    show, said = warnings.showwarning, False
+    show, was_shown = warnings.showwarning, False
 
-    def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        nonlocal said
+    def show_shortly(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        nonlocal was_shown
         is_of_cache = "persistent compilation cache" in str(message)
-        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not said):
+        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not was_shown):
             print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
         elif not is_of_cache:
             show(message, category, *args, **kwargs)
-        said = said or is_of_cache
+        was_shown = was_shown or is_of_cache
 
-    warnings.showwarning = ours
+    warnings.showwarning = show_shortly
     try:
         yield
     finally:
@@ -142,19 +142,19 @@ def _run(argv: list[str]) -> int:
     parsed = Parsed({}, ConfigFile(), [], [])
     try:
         if name not in COMMANDS:
-            known = [*COMMANDS, "--help", "--version"]
-            raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
+            commands = [*COMMANDS, "--help", "--version"]
+            raise UsageError(f"unknown command {name!r}{suggestion(name, commands)}; {PROG} --help lists them")
         command = COMMANDS[name]
         parsed = parse(f"{PROG} {name}", command, words)
-        given, is_json = parsed.given, parsed.given.get("json")
-        if given.get("print_config"):
+        values, is_json = parsed.values, parsed.values.get("json")
+        if values.get("print_config"):
             if command.check is not None:
-                command.check(given)
-            print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
+                command.check(values)
+            print(config_file.text(name, [*parsed.options, *parsed.fields], values), end="")
             return 0
-        if given.get("resume") and "out" not in given:
+        if values.get("resume") and "out" not in values:
             raise UsageError("--resume needs --out, the folder to resume")
-        processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
+        processes = {option: values[option] for option in ("processes", "distributed", "cpu_devices") if option in values}
         if (code := launch.start(argv, **processes)) is not None:
             return code
         with contextlib.ExitStack() as stack:
@@ -162,7 +162,7 @@ def _run(argv: list[str]) -> int:
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if name != "list":
                 stack.enter_context(compiling.on_disk())
-            text, data, code = command(given)
+            text, data, code = command(values)
         if is_json and data is not None:
             if "jax" in sys.modules:  # otherwise the data are plain already
                 from msrl_jax.run.experiment.plain_data import to_json
@@ -183,5 +183,5 @@ def _run(argv: list[str]) -> int:
         is_of_disk = type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK  # full or failing
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
-        _complain(parsed.file.located(error, parsed.given))
+        _complain(parsed.file.located(error, parsed.values))
         return launch.LOST if is_lost else NOT_SAVED if is_of_disk else BAD_INPUT

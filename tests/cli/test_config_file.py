@@ -32,7 +32,7 @@ PLACE = {
 
 def parsed(command, *words):
     """What a command gets."""
-    return parse(f"msrl-jax {command}", COMMANDS[command], words).given
+    return parse(f"msrl-jax {command}", COMMANDS[command], words).values
 
 
 def split(given):

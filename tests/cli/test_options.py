@@ -20,7 +20,7 @@ from msrl_jax.cli.options import OptionGroup
 
 def given(command, *words):
     """What the words of a command say."""
-    return parse(f"msrl-jax {command}", COMMANDS[command], words).given
+    return parse(f"msrl-jax {command}", COMMANDS[command], words).values
 
 
 @pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
