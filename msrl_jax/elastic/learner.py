@@ -17,6 +17,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
+from msrl_jax.run.loop.loop import Hook
 
 
 class RemoteActors:
@@ -30,8 +31,8 @@ class RemoteActors:
         if is_auto(policy):
             raise ValueError('policy="auto" compares policies without actors in other processes; remove one of the two')
         if record is not None or experiment.guard == "rollback":
-            given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
-            raise ValueError(f"{given} needs the environments, which run in the actors; remove it, or actors_at")
+            option = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
+            raise ValueError(f"{option} needs the environments, which run in the actors; remove it, or actors_at")
 
     def default_policy(self, experiment: Experiment) -> str:
         """Returns the default policy of a run: unrolls are used up to an age of 8 iterations."""
@@ -45,15 +46,15 @@ class RemoteActors:
         devices: Sequence[Device] | None,
         folder: Path | None,
         requests: StopRequests,
-        say: Callable[[str], Any],
-    ) -> Iterator[Any]:
+        say: Callable[[str], object],
+    ) -> Iterator["LearnerProgram"]:
         """Listens for actors; raises ValueError, before compilation, if the run or the address does not support them."""
         policy, device = check_policy(policy), None if devices is None else check_devices(devices)[0]
         with contextlib.closing(ActorPool(self._address, split_program(experiment, device), policy, folder, say)) as pool:
             self._pool, self._wait = pool, WaitForActors(pool, requests)
             yield LearnerProgram(pool)
 
-    def hooks(self, hooks: list[Any]) -> list[Any]:
+    def hooks(self, hooks: list[Hook]) -> list[Hook]:
         """Adds the hook of the actors, whose `end` runs last, and the wait for actors, the last hook before a chunk."""
         return [self._pool, *hooks, self._wait]
 
@@ -120,5 +121,7 @@ class LearnerProgram:
             self._pool.answer(unroll.actor)
             rows.append(jax.device_get(metrics))
         kinds = [v.aval for v in self._program.halves.schedule.metrics]
-        columns = [np.stack(column) for column in zip(*rows, strict=True)] or [np.zeros((0, *x.shape), x.dtype) for x in kinds]
+        columns = [np.stack(column) for column in zip(*rows, strict=True)] or [
+            np.zeros((0, *kind.shape), kind.dtype) for kind in kinds
+        ]
         return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(self._program.metrics, columns)

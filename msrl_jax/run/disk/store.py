@@ -18,7 +18,7 @@ import numpy as np
 from msrl_jax.agents import schedules
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.names import tunable_fields, value_of
-from msrl_jax.data.experience import attached, detached, without_experience
+from msrl_jax.data.experience import with_empty_rows, without_experience, without_rows
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.program import Program
@@ -168,8 +168,8 @@ def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program:
     agent = experiment.agent
     full_types = jax.eval_shape(experiment.initial_state)
     state_shardings, register_shardings = program.shardings
-    types = agent.without_data(detached(full_types))
-    shardings = jax.tree.leaves(agent.without_data(detached(state_shardings)))
+    types = agent.without_data(without_rows(full_types))
+    shardings = jax.tree.leaves(agent.without_data(without_rows(state_shardings)))
     register_leaves, depths, leaves = (
         _registers(saved_checkpoint, types),
         saved_checkpoint.progress["registers"],
@@ -184,7 +184,7 @@ def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program:
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
         shardings = None
     state, registers = checkpoint.load_checkpoint(saved_checkpoint, types, [leaves[i] for i in register_leaves], shardings)
-    state = agent.with_data(attached(state, agent.without_data(full_types)))
+    state = agent.with_data(with_empty_rows(state, agent.without_data(full_types)))
     return Delayed(state, registers) if has_same_registers and registers else state
 
 
@@ -349,7 +349,7 @@ def load(
         saved_checkpoint = choose_checkpoint(path, which)
         is_recorded = saved_checkpoint.progress["recorded"] is not None and experiment.recorded_steps is None
         recorded_experiment = experiment.record(1) if is_recorded else experiment
-        types = recorded_experiment.agent.without_data(detached(jax.eval_shape(recorded_experiment.initial_state)))
+        types = recorded_experiment.agent.without_data(without_rows(jax.eval_shape(recorded_experiment.initial_state)))
         leaves = jax.tree.leaves(types)
         state, registers = checkpoint.load_checkpoint(
             saved_checkpoint, types, [leaves[i] for i in _registers(saved_checkpoint, types)]

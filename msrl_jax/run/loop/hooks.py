@@ -21,7 +21,7 @@ import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.data.check_spaces import bytes_per_step
-from msrl_jax.data.experience import ExperienceWriter, detached
+from msrl_jax.data.experience import ExperienceWriter, without_rows
 from msrl_jax.data.formats import check_new
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.random_keys import key_for
@@ -299,7 +299,7 @@ class Checkpoints:
         """Starts to write a checkpoint; warns if this one or the previous one fails."""
         start = now()
         self._saved_at, self._saved_step = start, run.step
-        state = run.experiment.agent.without_data(detached(run.program.unwrap(run.run_state)))
+        state = run.experiment.agent.without_data(without_rows(run.program.unwrap(run.run_state)))
         state, registers = processes.to_hosts((state, run.registers))
         if self._writer is None:
             return
