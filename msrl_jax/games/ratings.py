@@ -52,8 +52,10 @@ class Ratings:
             low, high = self.interval[i]
             ends = f"{low:.0f} to {high:.0f}" if self.error[i] else "fixed"
             rows.append((self.players[i], f"{self.elo[i]:.0f}", ends, f"{self.points[i].sum():g}", str(self.games[i].sum())))
-        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = ["  ".join([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others, strict=True))]) for r in rows]
+        first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [
+            "  ".join([r[0].ljust(first_width), *(text.rjust(w) for text, w in zip(r[1:], widths, strict=True))]) for r in rows
+        ]
         return "\n".join([*lines, *([f"{self.cut} games were cut off at max_steps"] if self.cut else [])])
 
 
@@ -103,8 +105,8 @@ def round_robin(
         m = match(game, one, two, games, int(of_match), random_moves=random_moves, max_steps=max_steps)  # type: ignore[arg-type]
         points[i, j], points[j, i] = m.wins + m.draws / 2, m.losses + m.draws / 2
         cut += int((~m.finished).sum())
-    found = bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
-    return dataclasses.replace(found, cut=cut)
+    ratings = bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
+    return dataclasses.replace(ratings, cut=cut)
 
 
 @entry
@@ -180,8 +182,8 @@ def _check_finite(names: tuple[str, ...], scored: np.ndarray) -> None:
         linked = linked @ linked
     for i, name in enumerate(names):
         if not linked[i].all():
-            others = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
+            unlinked = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
             raise ValueError(
-                f"{name!r} has no points against {others}, directly or indirectly, so ratings are infinite; use "
+                f"{name!r} has no points against {unlinked}, directly or indirectly, so ratings are infinite; use "
                 "virtual_draws=1, and let all players meet"
             )

@@ -63,12 +63,12 @@ class OneMover:
 
     def step(self, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
         """Plays a move in every game, `[E]`, and restarts games that ended."""
-        before = self._to_move(state)
-        action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), before, action)
+        player = self._to_move(state)
+        action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), player, action)
         state, t = self.env.step(state, action)
-        after, terminated = t.final_state[:, 0].astype(jnp.int32), t.terminated.all(-1)
-        reward = moved_twice(jnp.where(before == 0, *t.reward.T), (after == before) & ~terminated)
-        obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, after)
+        next_player, terminated = t.final_state[:, 0].astype(jnp.int32), t.terminated.all(-1)
+        reward = moved_twice(jnp.where(player == 0, *t.reward.T), (next_player == player) & ~terminated)
+        obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, next_player)
         return state, TimeStep(obs, reward, terminated, t.truncated, final_obs)
 
     def _to_move(self, state: Any) -> jax.Array:
@@ -91,13 +91,13 @@ def check_turns(name: str, env: Any) -> None:
             f"{name} needs a game whose states it can search, but environment {game!r} is simulated on the host, where states "
             "cannot be searched; write the game in JAX, or use ippo or self_play"
         )
-    missing = [
+    missing_methods = [
         f"no method {method}(state)" for method in ("to_move", "action_mask") if not callable(getattr(env, method, None))
     ]
-    if len(env.agents) != 2 or missing:
+    if len(env.agents) != 2 or missing_methods:
         raise ValueError(
             f"{name} is for two-player games with alternating moves and perfect information, but environment {game!r} has "
-            f"{' and '.join([f'{len(env.agents)} agents', *missing])}; use self_play, ippo or mappo, or another game"
+            f"{' and '.join([f'{len(env.agents)} agents', *missing_methods])}; use self_play, ippo or mappo, or another game"
         )
     check_types(env, several=True)
     state, _ = output_shapes(env.reset)
@@ -137,8 +137,8 @@ def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) ->
 def draws(game: Any) -> bool:
     """Whether the results of a step depend on random numbers that it draws, i.e. whether it is a game of chance."""
     key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
-    used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
-    return any(eqn.primitive.name in _DRAWING for eqn in equations_in(used))
+    needed_jaxpr = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
+    return any(eqn.primitive.name in _DRAWING for eqn in equations_in(needed_jaxpr))
 
 
 @fault("has a to_move(state) that returned neither 0 nor 1")

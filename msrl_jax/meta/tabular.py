@@ -48,8 +48,8 @@ class TabularMDP:
             raise ValueError("TabularMDP: transitions[s, a] are not probabilities; each row must sum to 1")
         if not np.isfinite(rewards).all() or not 0 <= self.noise < np.inf:
             raise ValueError(f"TabularMDP: use finite rewards, and a finite noise of at least 0, not {shown(self.noise)}")
-        found = tables | {"observation_space": spaces.Discrete(len(rewards))}
-        for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
+        attributes = tables | {"observation_space": spaces.Discrete(len(rewards))}
+        for name, value in (attributes | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -67,10 +67,12 @@ class TabularMDP:
 
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Draws the next state and the reward."""
-        move, noise = jax.random.split(key)
-        after = inverse_cdf_index(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move, dtype=jnp.float32))
-        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise, dtype=jnp.float32)
-        return after, after, reward, jnp.asarray(False), jnp.asarray(False)
+        move_key, noise_key = jax.random.split(key)
+        next_state = inverse_cdf_index(
+            jnp.asarray(self.transitions)[state, action], jax.random.uniform(move_key, dtype=jnp.float32)
+        )
+        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise_key, dtype=jnp.float32)
+        return next_state, next_state, reward, jnp.asarray(False), jnp.asarray(False)
 
 
 @entry
@@ -113,10 +115,10 @@ class BernoulliBandit:
 
 
 def _with(env: Any, params: Mapping[str, Any]) -> Any:
-    changed = copy.copy(env)
+    copied_env = copy.copy(env)
     for name, value in params.items():
-        object.__setattr__(changed, name, value)
-    return changed
+        object.__setattr__(copied_env, name, value)
+    return copied_env
 
 
 @entry

@@ -23,31 +23,31 @@ LOCATE_SECONDS = 300.0  # approximate maximum time to repeat iterations to find 
 
 def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
     """Finds the origin of the first non-finite value of a run, and writes the file for `replay_step`."""
-    found = _failure(run, guard)
-    if isinstance(found, str):
-        return dataclasses.replace(finding, note=found)
-    finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
-    if found.origin.fragment is None:
+    failure = _failure(run, guard)
+    if isinstance(failure, str):
+        return dataclasses.replace(finding, note=failure)
+    finding = dataclasses.replace(finding, iteration=failure.iteration, failure=failure, member=failure.member)
+    if failure.origin.fragment is None:
         return finding
     try:
         folder = Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path
-        saved = save_failure(folder / FILE, found, run.description, run.experiment.recorded_steps)
+        path = save_failure(folder / FILE, failure, run.description, run.experiment.recorded_steps)
     except OSError as error:
         return dataclasses.replace(finding, note=f"The step could not be written: {error}")
-    return dataclasses.replace(finding, replay=saved)
+    return dataclasses.replace(finding, replay=path)
 
 
 def _failure(run: Run, guard: Guard) -> Failure | str:
     """Returns the cause, or the reason why it is unknown."""
     if not guard.can_read:
         return "The state is distributed over several processes, so the cause was not searched for."
-    if why := run.program.nondeterminism_reason:
-        return f"{why}, so the iteration was not repeated to find the cause."
+    if reason := run.program.nondeterminism_reason:
+        return f"{reason}, so the iteration was not repeated to find the cause."
     state, begin, _ = guard.earlier(run)
     iterations = run.finding.iteration - begin
     if begin < run.changed_at:
-        when = f"after iteration {run.changed_at}, which is later than the last saved state"
-        return f"A callback changed environment parameters {when}."
+        moment = f"after iteration {run.changed_at}, which is later than the last saved state"
+        return f"A callback changed environment parameters {moment}."
     if iterations < 1:
         return "No finite state from before that iteration was kept."
     if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
@@ -56,18 +56,20 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
             "the cause was not searched for."
         )
     try:
-        found = search(guard.watch, run, state, iterations)
+        first_failure = search(guard.watch, run, state, iterations)
     except (RuntimeError, MemoryError) as error:  # device errors, such as out of memory
         return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
-    if found is None:
+    if first_failure is None:
         return "The iterations were finite when they were repeated."
-    before, origin = found
+    iterations_before, origin = first_failure
     if origin is None:
         return "Outside the compiled programs, that iteration is finite."
     if isinstance(origin, int):
-        where = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
-        return f"Before that iteration, {where} was not finite."
-    return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
+        place = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
+        return f"Before that iteration, {place} was not finite."
+    return Failure.from_origin(
+        origin, begin + iterations_before + 1, run.experiment.has_members, run.experiment.behavior.agent.env
+    )
 
 
 def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
@@ -93,13 +95,13 @@ def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
-        after, metrics = run.program.run(state, middle - low, chunk=run.most_at_once)
-        if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(after)):
+        next_state, metrics = run.program.run(state, middle - low, chunk=run.most_at_once)
+        if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(next_state)):
             high, certain = middle, True
         elif middle == iterations:
             return None
         else:
-            state, low = after, middle
+            state, low = next_state, middle
     return state, low
 
 
@@ -116,5 +118,5 @@ def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
     # Not a pytree operation: JAX sorts the keys of a dict, and variables have no order.
     env = dict(zip(region.carry, values, strict=True))
     constants = {v: jax.device_put(x, device) for v, x in graph.constants.items()}
-    wanted = [*(region.next_carry[i] for i in watch.everything), *region.results]
-    return find_origin([node.eqn for node in region.nodes], env, wanted, constants)
+    results = [*(region.next_carry[i] for i in watch.everything), *region.results]
+    return find_origin([node.eqn for node in region.nodes], env, results, constants)

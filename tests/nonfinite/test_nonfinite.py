@@ -124,7 +124,7 @@ def test_a_constant_that_is_not_finite_is_named(name):
     origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars, constants)
     assert (origin.primitive, origin.constant, origin.eager) == (primitive, constant, True)
     assert origin.source.startswith(__file__)
-    said = str(Failure.of(origin, 1, False))
+    said = str(Failure.from_origin(origin, 1, False))
     assert (f"from finite operands and the constant {constant}. The" in said) == (constant is not None)
     assert "one by one" not in said
 
