@@ -1,4 +1,4 @@
-"""Types of arguments for `argparse`, in scripts beside the package."""
+"""Types of arguments for `argparse`, for scripts outside the package."""
 
 import argparse
 from pathlib import Path

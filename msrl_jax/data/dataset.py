@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.check_types import show
 from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.fragments.support.terminal import significant
@@ -78,12 +79,12 @@ class Dataset:
       ValueError: if the shapes or dtypes are inconsistent, or an array is not numeric; the message names the field.
     """
 
-    obs: Any
+    obs: PyTree
     action: np.ndarray
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
-    next_obs: Any
+    next_obs: PyTree
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cut: Any = None
     action_mask: Any = None

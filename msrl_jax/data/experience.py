@@ -113,21 +113,21 @@ def _is_recorded(x: object) -> bool:
     return isinstance(x, RecordedState)
 
 
-def _map_recorded(fn: Callable[..., Any], state: Any, *other_states: Any) -> Any:
+def _map_recorded(fn: Callable[..., Any], state: PyTree, *other_states: PyTree) -> PyTree:
     return jax.tree.map(lambda x, *y: fn(x, *y) if _is_recorded(x) else x, state, *other_states, is_leaf=_is_recorded)
 
 
-def without_experience(state: Any) -> Any:
+def without_experience(state: PyTree) -> PyTree:
     """Removes recorded steps from the state of a run."""
     return _map_recorded(lambda x: x.env_state, state)
 
 
-def without_rows(state: Any) -> Any:
+def without_rows(state: PyTree) -> PyTree:
     """Removes recorded steps that are on disk from the state of a run, for a checkpoint."""
     return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
-def with_empty_rows(state: Any, types: Any) -> Any:
+def with_empty_rows(state: PyTree, types: PyTree) -> PyTree:
     """Adds an empty ring, possibly of another size, to a result of `without_rows`; `types` has the types of the new state."""
 
     def with_rows(recorded: RecordedState, kind: RecordedState) -> RecordedState:
@@ -165,7 +165,7 @@ class ExperienceWriter:
         """The progress of the recording, for resuming: steps of every environment, and parts."""
         return {"steps": self._taken, "parts": self._count}
 
-    def add(self, state: Any, steps: int) -> None:
+    def add(self, state: PyTree, steps: int) -> None:
         """Writes the steps that every environment took in a chunk; RuntimeError if their number differs from `steps`."""
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))

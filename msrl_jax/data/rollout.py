@@ -14,7 +14,7 @@ from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.formats import check_new, save
 from msrl_jax.envs import Environment, has_agents, vectorize
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
 from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams, ParamSampler
@@ -34,12 +34,14 @@ class _Acting(Protocol):
 
     @property
     def env(self) -> Environment: ...
-    def source(self, state: Any) -> ParamSampler | tuple[()]: ...
+    def source(self, state: PyTree) -> ParamSampler | tuple[()]: ...
     def with_env_params(self, env_params: GivenParams) -> "_Acting": ...
-    def take(self, state: Any) -> list[jax.Array]: ...
-    def restore(self, leaves: list[jax.Array]) -> Any: ...
-    def initial_carry(self, num_envs: int) -> Any: ...
-    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]: ...
+    def take(self, state: PyTree) -> list[jax.Array]: ...
+    def restore(self, leaves: list[jax.Array]) -> PyTree: ...
+    def initial_carry(self, num_envs: int) -> PyTree: ...
+    def act_with_carry(
+        self, state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree]: ...
 
 
 class _TrainedRun(Protocol):
@@ -51,7 +53,7 @@ class _TrainedRun(Protocol):
     def description(self) -> Mapping[str, Any]: ...
     @property
     def history(self) -> Mapping[str, np.ndarray]: ...
-    def member_state(self, member: int | None = None) -> Any: ...
+    def member_state(self, member: int | None = None) -> PyTree: ...
 
 
 @entry
@@ -106,7 +108,7 @@ def record(
     space, random_share = RecordedEnvironment(full_env, chunk).action_space, 1.0 if epsilon is None else epsilon
     num_agents = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
 
-    def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def choose(state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
         if epsilon is None:
             return behavior.act_with_carry(state, obs, carry, key)
         action, carry = behavior.act_with_carry(state, obs, carry)
@@ -119,7 +121,7 @@ def record(
         at_random = jax.random.uniform(whether, keys.shape, jnp.float32) < random_share
         return jnp.where(at_random.reshape(*keys.shape, *[1] * (random.ndim - keys.ndim)), random, action), carry
 
-    def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Any]:
+    def roll(leaves: list[jax.Array], running: PyTree) -> tuple[Any, Any]:
         state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
         def step(running, _):

@@ -12,6 +12,7 @@ import numpy as np
 
 from msrl_jax.elastic.actor_pool import ActorPool, WaitForActors, check_policy
 from msrl_jax.elastic.split_program import split_program
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
@@ -102,15 +103,15 @@ class LearnerProgram:
         self.compile_seconds += time.perf_counter() - start
         return compiled(*args)
 
-    def place(self, state: Any) -> Any:
+    def place(self, state: PyTree) -> PyTree:
         """Copies a state."""
         return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), self._program.sharding), state)
 
-    def unwrap(self, state: Any) -> Any:
+    def unwrap(self, state: PyTree) -> PyTree:
         """Returns the state."""
         return state
 
-    def run(self, state: Any, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
+    def run(self, state: PyTree, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
         """Learns from at most `iterations` unrolls; the metrics have one row per unroll."""
         leaves, tree = jax.tree.flatten(state if donate else self.place(state))
         rows: list[list[np.ndarray]] = []

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -60,7 +60,7 @@ class Halves:
         """Shapes and dtypes of the published arrays."""
         return tuple(self.schedule.inputs[i][0].aval for i in self.published)
 
-    def act(self, private: Sequence[Any], published: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def act(self, private: Sequence[jax.Array], published: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the actors' half: returns their next leaves and the arrays to send."""
         values = self._constants()
         for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
@@ -68,7 +68,7 @@ class Halves:
         _run(self.acting, values)
         return [values[self.schedule.outputs[i][0]] for i in self.private], [values[v] for v in self.sent]
 
-    def learn(self, leaves: Sequence[Any], sent_arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def learn(self, leaves: Sequence[jax.Array], sent_arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the learner's half: returns all leaves of the next state, with those of actors unchanged, and the metrics."""
         values = self._constants() | dict(zip(self.sent, sent_arrays, strict=True))
         for copies, x in zip(self.schedule.inputs, leaves, strict=True):
@@ -91,7 +91,7 @@ class Halves:
             digest.update(str(value).encode())
         return digest.hexdigest()
 
-    def _constants(self) -> dict[Value, Any]:
+    def _constants(self) -> dict[Value, jax.Array]:
         return dict(self.schedule.constants)
 
 
@@ -130,7 +130,7 @@ def _learned(copies: Sequence[Value]) -> Value:
     return next(v for v in copies if not _acts(v.placement))
 
 
-def _run(instructions: Sequence[Instruction], values: dict[Value, Any]) -> None:
+def _run(instructions: Sequence[Instruction], values: dict[Value, jax.Array]) -> None:
     """Evaluates programs and moves in order."""
     for i in instructions:
         if isinstance(i, RunProgram):

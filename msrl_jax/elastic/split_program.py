@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from msrl_jax.elastic.split_iteration import Apart, Halves, split
-from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.base import PyTree, is_on_host
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.run.experiment.spec import Experiment
@@ -25,7 +25,7 @@ class SplitProgram:
     device: Device
 
     @functools.cached_property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """Shapes and dtypes of the state of the run."""
         return jax.eval_shape(self.experiment.initial_state)
 

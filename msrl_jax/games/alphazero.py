@@ -40,7 +40,7 @@ from msrl_jax.configs.config import (
     tunable,
 )
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
-from msrl_jax.envs.base import output_shapes
+from msrl_jax.envs.base import PyTree, output_shapes
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.progress import parameter_version
@@ -238,7 +238,7 @@ class AlphaZero:
             state = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
             return state._replace(env_state=env_state, obs=obs)
 
-        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        def act(state: OffPolicyState, obs: PyTree, key: jax.Array | None, carry: PyTree) -> tuple[jax.Array, PyTree]:
             return choose(network.policy(state.params, obs), key, 2), carry
 
         return Agent(
@@ -268,13 +268,13 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     check_trees(config, action_space.n, tree_bytes(state))
     network: Any = policy_and_value(make_torso(env.observation_space, config), action_space, shared_torso=True)
 
-    def masked_obs_of(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
+    def masked_obs_of(state: PyTree, obs: PyTree, player: jax.Array) -> MaskedObservation:
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
 
-    def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
+    def expand(params: PyTree, key: jax.Array, action: jax.Array, states: PyTree) -> tuple[Any, PyTree]:
         """Returns one step of the game from every state `[1, ...]`, as mctx requires."""
 
-        def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
+        def step(action: jax.Array, state: PyTree) -> tuple[Any, ...]:
             player = env.to_move(state)  # type: ignore[attr-defined]
             next_state, obs, reward, terminated, _ = env.step(key, state, turn_actions(env, state, player, action))
             next_player = env.to_move(next_state)  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
         out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)
         return out, next_states
 
-    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, PlayerMove]:
+    def search_one(params: PyTree, key: jax.Array, state: PyTree, obs: PyTree) -> tuple[jax.Array, Example, PlayerMove]:
         player = env.to_move(state)  # type: ignore[attr-defined]
         key, random_key, action_key = jax.random.split(key, 3)
         own_obs = of_player(obs, player)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete
+from msrl_jax.envs.base import PyTree
 from msrl_jax.networks.layers import dense
 from msrl_jax.networks.torso import Torso
 
@@ -62,12 +63,12 @@ def _scaled(x: jax.Array) -> jax.Array:
 class LatentModel(NamedTuple):
     """The networks as pure functions of their parameters."""
 
-    init: Callable[[jax.Array, Any], Any]  # (key, obs [..., *observation_shape]) -> params
-    represent: Callable[[Any, Any], jax.Array]  # (params, obs) -> latent states [..., H]
+    init: Callable[[jax.Array, PyTree], PyTree]  # (key, obs [..., *observation_shape]) -> params
+    represent: Callable[[PyTree, PyTree], jax.Array]  # (params, obs) -> latent states [..., H]
     # (params, latent [..., H], action [...]) -> (next latent states [..., H], rewards [...])
-    step: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    step: Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     # (params, latent [..., H]) -> (logits [..., A], values [...])
-    predict: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+    predict: Callable[[PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:

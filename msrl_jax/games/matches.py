@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax import envs
 from msrl_jax.agents import schedules
 from msrl_jax.envs import MultiAgentEnvironment
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
@@ -36,8 +36,8 @@ class Player:
       game: name of the only game whose states it can read; None if it can play any game.
     """
 
-    choose: Callable[[Any, jax.Array, Any, Any], jax.Array]
-    params: Any = ()
+    choose: Callable[[PyTree, jax.Array, PyTree, PyTree], jax.Array]
+    params: PyTree = ()
     game: str | None = None
 
 
@@ -92,8 +92,8 @@ class _Games(NamedTuple):
     """The state of a match; `running` marks games that have not ended, `outside` those with an action out of range."""
 
     step: jax.Array
-    env_state: Any
-    obs: Any
+    env_state: PyTree
+    obs: PyTree
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
@@ -142,7 +142,7 @@ def match(
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} needs discrete actions, not {game.action_space}; use random_moves=0")
 
-    def play(params: Any, key: jax.Array) -> dict[str, jax.Array]:
+    def play(params: PyTree, key: jax.Array) -> dict[str, jax.Array]:
         is_first_seat = jnp.arange(games) < (games + 1) // 2
         key, reset_key = jax.random.split(key)
         env_state, obs = venv.reset(reset_key)
@@ -194,7 +194,7 @@ def _of_result(result: Result, game: Any) -> Player:
         raise ValueError(f"an agent of {result.experiment.name!r} is recurrent, and matches support no recurrent state")
     state = result.acting_state()
 
-    def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(leaves: list[jax.Array], keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return behavior.act_with_carry(behavior.restore(leaves), obs, behavior.initial_carry(1))[0]
 
     return Player(choose, behavior.take(state))
@@ -234,7 +234,7 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
     final_values = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
     search = resolve.with_numbers_of(resolve.objects(config), final_values).search(result.behavior.env)
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return search(params, keys, states, obs)[0]
 
     # The run may have used any devices.
@@ -259,7 +259,7 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     if not hasattr(game.action_space, "n"):
         raise ValueError(f"at_random needs discrete actions, but those of {env_name(game)!r} are {game.action_space}")
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         mask = mask_of(obs)
         mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
         actions = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
@@ -292,7 +292,7 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
         raise ValueError(f"minimax needs a deterministic game, but {env_name(game)}.step draws random numbers")
     actions = jnp.arange(game.action_space.n)
 
-    def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
+    def values(key: jax.Array, state: PyTree, depth: int) -> jax.Array:
         """Returns the values of the actions for the player to move, -inf if illegal. `[A]`"""
         player = game.to_move(state)
 
@@ -307,11 +307,11 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
 
         return jnp.where(game.action_mask(state)[player], jax.vmap(after)(actions), -jnp.inf)
 
-    def choose_one(key: jax.Array, state: Any) -> jax.Array:
+    def choose_one(key: jax.Array, state: PyTree) -> jax.Array:
         worth = values(key, state, depth)
         return turn_actions(game, state, game.to_move(state), sample_legal(key, worth == worth.max()))
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return jax.lax.map(lambda x: choose_one(*x), (keys, states), batch_size=16)
 
     return Player(choose, game=env_name(game))

@@ -31,7 +31,7 @@ from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tuna
 from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
-from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.base import PyTree, is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance, at_least
@@ -157,20 +157,20 @@ class MuZero:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def prior(params: Any, obs: Any) -> Categorical:
+        def prior(params: PyTree, obs: PyTree) -> Categorical:
             logits, _ = model.predict(params, model.represent(params, obs))
             return Categorical(only_legal(logits, obs))
 
-        def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
+        def probabilities(state: OffPolicyState, obs: PyTree) -> jax.Array:
             return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
 
-        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        def act(state: OffPolicyState, obs: PyTree, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             if not self.act_simulations:
                 return to_env_action(choose(prior(state.params, obs), key, 1 + is_game)), carry
             action, policy = searched(state, obs)
             return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
-        def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
+        def searched(state: OffPolicyState, obs: PyTree) -> tuple[jax.Array, jax.Array]:
             """Returns the result of a search without noise, which does not depend on its key."""
             search = model_searcher(self, model, self.act_simulations, 0.0, discount)
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
@@ -282,7 +282,7 @@ class MuZero:
         )
 
 
-def unroll_buffer(obs: Any, action: Any, config: MuZero, *, may_be_absent: bool = False) -> ReplayBuffer:
+def unroll_buffer(obs: PyTree, action: Any, config: MuZero, *, may_be_absent: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
         obs,
@@ -302,7 +302,7 @@ def model_searcher(
     """Makes the search of a config in a model, with these settings; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
-    def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
+    def expand(params: PyTree, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
         """Returns one step of the model from states `[1, H]`, as mctx requires."""
         latent, reward = model.step(params, latent, action)
         logits, value = model.predict(params, latent)
@@ -310,7 +310,7 @@ def model_searcher(
         discounts = jnp.full_like(reward, discount)
         return mctx.RecurrentFnOutput(reward=reward, discount=discounts, prior_logits=logits, value=value), latent
 
-    def search_one(params: Any, key: jax.Array, obs: Any) -> tuple[jax.Array, jax.Array]:
+    def search_one(params: PyTree, key: jax.Array, obs: PyTree) -> tuple[jax.Array, jax.Array]:
         obs = jax.tree.map(lambda x: x[None], obs)
         latent = model.represent(params, obs)
         logits, value = model.predict(params, latent)
@@ -333,7 +333,7 @@ def model_searcher(
     return jax.vmap(search_one, in_axes=(None, 0, 0))
 
 
-def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unrolled(model: LatentModel, params: PyTree, obs: PyTree, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the model's logits, values and rewards for observations `[B, ...]` and actions `[M, B]`, as in `Unrolled`."""
     latent = model.represent(params, obs)
 

@@ -40,7 +40,7 @@ from msrl_jax.configs.config import (
 )
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.loops.minibatches import check_minibatches
@@ -64,7 +64,7 @@ class Standings(NamedTuple):
 class Pool(NamedTuple):
     """The opponents."""
 
-    params: Any  # past parameters, [K, ...]
+    params: PyTree  # past parameters, [K, ...]
     filled: jax.Array  # number of entries in use, int32 []
     slot: jax.Array  # slot of the next entry, int32 []
     wait: jax.Array  # iterations until then, int32 []
@@ -77,7 +77,7 @@ class Pool(NamedTuple):
 class Players(NamedTuple):
     """The state of self-play other than the parameters."""
 
-    learner: Any  # the state of the learner's team
+    learner: PyTree  # the state of the learner's team
     pool: Pool
 
 
@@ -154,7 +154,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     weighs = config.opponents == "payoff"
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
-    def seat_part(is_first: np.ndarray, x: Any) -> Any:
+    def seat_part(is_first: np.ndarray, x: PyTree) -> PyTree:
         """Returns the first seat's part of `[E, 2, ...]` where `is_first`, otherwise the second's. `[E, 1, ...]`."""
 
         def one(x: jax.Array) -> jax.Array:
@@ -162,15 +162,15 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
 
         return jax.tree.map(one, x)
 
-    def learner_part(x: Any) -> Any:
+    def learner_part(x: PyTree) -> PyTree:
         """Returns the learner's part of `[E, 2, ...]`."""
         return seat_part(is_first_seat, x)
 
-    def group_by_opponent(x: Any) -> Any:
+    def group_by_opponent(x: PyTree) -> PyTree:
         """Groups environments by opponents: `[E, ...] -> [E / G, G, ...]`."""
         return jax.tree.map(lambda x: x.reshape(groups, config.num_opponents, *x.shape[1:]), x)
 
-    def seats_as_rows(x: Any) -> Any:
+    def seats_as_rows(x: PyTree) -> PyTree:
         """Seats as rows of a single network: `[E, 2, ...] -> [2 * E, 1, ...]`."""
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
@@ -222,7 +222,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         pool = pool._replace(drawn=slots, key=key, actor_keys=actor_keys)
         return jax.tree.map(pick, pool.params, params), pool, keys
 
-    def begin(params: Any, players: Players, progress: Progress) -> tuple[Any, Players, Any]:
+    def begin(params: PyTree, players: Players, progress: Progress) -> tuple[Any, Players, Any]:
         acting, learner_state, keys = learner.begin(params, players.learner, progress)
         opponents, pool, their_keys = draw_opponents(acting, fill_pool(acting, players.pool))
         return (acting, opponents), Players(learner_state, pool), (keys, their_keys)
@@ -258,7 +258,7 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return standings._replace(total=standings.total + total, games=standings.games + games)
 
     def learn(
-        params: Any, players: Players, experience: Experience, now: Now, carry: Any, progress: Progress
+        params: PyTree, players: Players, experience: Experience, now: Now, carry: PyTree, progress: Progress
     ) -> tuple[Any, Players, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
@@ -276,11 +276,13 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
             pool = pool._replace(standings=standings)
         return params, Players(learner_state, pool), metrics
 
-    def choose_action(params: Any, players: Players, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+    def choose_action(
+        params: PyTree, players: Players, obs: PyTree, key: jax.Array | None, carry: PyTree
+    ) -> tuple[jax.Array, PyTree]:
         action, _ = learner.choose_action(params, players.learner, seats_as_rows(obs), key, carry)
         return action.reshape(-1, 2, *action.shape[2:]), carry
 
-    def probabilities(params: Any, players: Players, obs: Any) -> jax.Array:
+    def probabilities(params: PyTree, players: Players, obs: PyTree) -> jax.Array:
         p = learner.probabilities(params, players.learner, seats_as_rows(obs))  # type: ignore[misc]
         return p.reshape(-1, 2, *p.shape[2:])
 

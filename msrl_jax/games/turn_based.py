@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import drop_unused, equations_in
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import Stepped, env_name, is_on_host, output_shapes
+from msrl_jax.envs.base import PyTree, Stepped, env_name, is_on_host, output_shapes
 from msrl_jax.envs.check_types import check_types, show
 from msrl_jax.envs.masks import fault
 from msrl_jax.envs.wrappers import EnvironmentWrapper
@@ -30,13 +30,13 @@ class Turns(EnvironmentWrapper):
 
     env: Any
 
-    def step(self, key: jax.Array, state: Any, action: Any) -> Stepped:
+    def step(self, key: jax.Array, state: PyTree, action: Any) -> Stepped:
         """Plays a move."""
         player = self.env.to_move(state)
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         return state, obs, no_such_player(reward, (player != 0) & (player != 1)), terminated, truncated
 
-    def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
+    def global_state(self, state: PyTree) -> jax.Array:  # type: ignore[override]
         """Returns the player to move. `[1]` float32"""
         return self.env.to_move(state)[None].astype(jnp.float32)
 
@@ -56,12 +56,12 @@ class OneMover:
     env: VectorizedAgents
     game: Any
 
-    def reset(self, key: jax.Array) -> tuple[Any, Any]:
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts all games; returns the state and the observations of the players to move. `[E, ...]`"""
         state, obs = self.env.reset(key)
         return state, of_player(obs, self._to_move(state))
 
-    def step(self, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
+    def step(self, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
         """Plays a move in every game, `[E]`, and restarts games that ended."""
         player = self._to_move(state)
         action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), player, action)
@@ -71,7 +71,7 @@ class OneMover:
         obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, next_player)
         return state, TimeStep(obs, reward, terminated, t.truncated, final_obs)
 
-    def _to_move(self, state: Any) -> jax.Array:
+    def _to_move(self, state: PyTree) -> jax.Array:
         return jax.vmap(self.game.to_move)(self.env.states(state))
 
 
@@ -113,13 +113,13 @@ def check_turns(name: str, env: Any) -> None:
         raise ValueError(f"{name} needs a deterministic game, but {game}.step draws random numbers; use self_play")
 
 
-def player_observation(env: VectorizedAgents) -> Any:
+def player_observation(env: VectorizedAgents) -> PyTree:
     """Shapes and dtypes of one player's observation, with its legal actions."""
     _, obs = output_shapes(env.reset)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
 
 
-def of_player(obs: Any, player: jax.Array) -> Any:
+def of_player(obs: PyTree, player: jax.Array) -> PyTree:
     """Selects the observation of a player `[...]` from those of both `[..., 2, ...]`."""
 
     def pick(x: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def of_player(obs: Any, player: jax.Array) -> Any:
     return jax.tree.map(pick, obs)
 
 
-def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+def turn_actions(game: Any, state: PyTree, player: jax.Array, action: jax.Array) -> jax.Array:
     """Returns the action of the player to move, 0 or 1, and a legal one of the waiting player. `[2]` int32"""
     return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,14 +54,14 @@ class Origin:
     source: str | None  # `FILE:LINE (function)` of the operation, outside libraries; None if unknown
     eager: bool  # whether the fragment's result is also non-finite if its operations run one by one
     constant: str | None  # the non-finite constant among the operands of the operation, such as "nan"; None if there is none
-    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite except constants
+    operands: tuple[jax.Array, ...] = field(repr=False)  # the operands of the fragment, all finite except constants
 
 
 class _Cause(NamedTuple):
     """A computation with a non-finite result from finite operands and constants, and the step of the loop around it."""
 
     eqn: JaxprEqn
-    operands: tuple[Any, ...]
+    operands: tuple[jax.Array, ...]
     step: tuple[int, int] | None
 
 
@@ -71,7 +71,10 @@ def is_finite(value: jax.Array) -> bool:
 
 
 def find_origin(
-    eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], constants: Mapping[Var, Any] | None = None
+    eqns: Sequence[JaxprEqn],
+    env: Mapping[Var, jax.Array],
+    results: Sequence[Atom],
+    constants: Mapping[Var, jax.Array] | None = None,
 ) -> Origin | int | None:
     """Evaluates the equations of an iteration, without effects, and finds the origin of non-finite elements of its results.
 
@@ -83,7 +86,7 @@ def find_origin(
     return search.origin(cause, eqns) if isinstance(cause, _Cause) else None if cause is None else list(env).index(cause)
 
 
-def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
+def evaluate_again(eqn: JaxprEqn, operands: Sequence[jax.Array], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
     """Evaluates a fragment again, operation by operation; returns its first non-finite result, or None if all are finite."""
     search = _Search()
     if all(map(is_finite, search.function(eqn)(*operands))):
@@ -106,7 +109,7 @@ def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]
             yield from _fragments(sub.eqns, name)
 
 
-def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
+def _value(env: Mapping[Var, jax.Array], atom: Atom) -> jax.Array:
     return jnp.asarray(atom.val, aval(atom).dtype) if isinstance(atom, Literal) else env[atom]
 
 
@@ -114,9 +117,9 @@ class _Search:
     """Evaluates equations, each as a whole, and searches for a cause in its parts."""
 
     def __init__(self) -> None:
-        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
+        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Sequence[jax.Array]]]] = {}
 
-    def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
+    def function(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         """Returns an equation as a function, compiled if it contains code, such as a fragment or a loop."""
         if id(eqn) not in self._functions:
             outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
@@ -124,7 +127,7 @@ class _Search:
             self._functions[id(eqn)] = eqn, jax.jit(call) if any(True for _ in sub_jaxprs(eqn)) else call
         return self._functions[id(eqn)][1]
 
-    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
+    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         env = dict(env)
         for eqn in eqns:
             outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))
@@ -134,7 +137,7 @@ class _Search:
     def cause(
         self,
         eqns: Sequence[JaxprEqn],
-        env: Mapping[Var, Any],
+        env: Mapping[Var, jax.Array],
         results: Sequence[Atom],
         step: tuple[int, int] | None,
         inputs: Container[Var] = (),
@@ -178,7 +181,9 @@ class _Search:
         inner_cause, outs = self._of_body(body, ins, None)
         return inner_cause, not all(map(is_finite, outs))
 
-    def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
+    def _of_body(
+        self, body: ClosedJaxpr, ins: Sequence[jax.Array], step: tuple[int, int] | None
+    ) -> tuple[_Cause | None, list[jax.Array]]:
         """Returns the cause in the body of a computation, if any, and the body's results."""
         jaxpr = body.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
@@ -186,7 +191,7 @@ class _Search:
         cause = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
         return cause if isinstance(cause, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
 
-    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> tuple[_Cause | None, bool]:
+    def _step(self, eqn: JaxprEqn, ins: Sequence[jax.Array]) -> tuple[_Cause | None, bool]:
         """Returns the cause in the first scan step with a non-finite carry or output, as returned by `part`."""
         scan = scan_parts(eqn)
         carry_end = scan.num_consts + scan.num_carry

@@ -3,10 +3,10 @@
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.graph.build import build_graph
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.program import Program
@@ -72,7 +72,7 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
     )
 
 
-def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
+def search(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[int, Origin | int | None] | None:
     """Finds the first non-finite iteration of a run, and the origin of its non-finite value.
 
     A run is deterministic, so it is repeated from a finite state, `iterations` before a non-finite one, and bisected until one
@@ -90,12 +90,12 @@ def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Or
     return None
 
 
-def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
+def _last_good(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[PyTree, int] | None:
     """Returns a finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
-        next_state, metrics = run.program.run(state, middle - low, chunk=run.most_at_once)
+        next_state, metrics = run.program.run(state, middle - low, chunk=run.max_at_once)
         if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(next_state)):
             high, certain = middle, True
         elif middle == iterations:
@@ -105,7 +105,7 @@ def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any
     return state, low
 
 
-def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
+def _origin(watch: Watch, program: Program, state: PyTree) -> Origin | int | None:
     """Returns the origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]

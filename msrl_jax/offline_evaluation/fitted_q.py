@@ -28,6 +28,7 @@ from msrl_jax.data.check_spaces import load_for
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.actions import policy_actions
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.masks import MaskedObservation
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import compile, fragment
@@ -86,23 +87,23 @@ class OffPolicyEstimate:
 class LoggedTransitions(NamedTuple):
     """The data, with the policy's actions."""
 
-    obs: Any
-    action: Any
-    reward: Any
-    discount: Any  # 0 where the episode terminated
-    next_obs: Any
-    next_action: Any  # of the policy
+    obs: PyTree
+    action: jax.Array | np.ndarray
+    reward: jax.Array | np.ndarray
+    discount: jax.Array | np.ndarray  # 0 where the episode terminated
+    next_obs: PyTree
+    next_action: PyTree  # of the policy
 
 
 class Fits(NamedTuple):
     """The state of all fits."""
 
-    params: Any  # [K, ...]
-    target_params: Any
-    opt_state: Any
+    params: PyTree  # [K, ...]
+    target_params: PyTree
+    opt_state: PyTree
     keys: jax.Array  # [K]
-    order: Any  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
-    counts: Any  # the number of rows without padding. int32 [K]
+    order: jax.Array | np.ndarray  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
+    counts: jax.Array | np.ndarray  # the number of rows without padding. int32 [K]
     rows: LoggedTransitions  # [N, ...]
 
 
@@ -146,7 +147,7 @@ def estimate_return(
 
 def fitted_q(
     env: Environment,
-    act: Callable[[Any], Any],
+    act: Callable[[PyTree], jax.Array | np.ndarray],
     source: str | os.PathLike[str] | Dataset,
     settings: FittedQ | None = None,
     *,
@@ -301,7 +302,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def _actions_of(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
+def _actions_of(act: Callable[[PyTree], jax.Array | np.ndarray], obs: PyTree) -> np.ndarray:
     """Returns the policy's actions for many observations, computed in batches of one size."""
     count = len(jax.tree.leaves(obs)[0])
     size = min(count, _ROWS)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.measure import dispatch_time
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -77,7 +78,7 @@ class Measurement:
 class Runner:
     """Trains in this process in chunks of iterations; every call resumes where the last one ended."""
 
-    def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
+    def __init__(self, step: Callable[[Any], Any], state: PyTree, steps: int):
         """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
         self._step, self._state, self._steps = step, state, steps
         self._chunks(1)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.measure import named_in_traces
 from msrl_jax.fragments.passes.instructions import RunProgram
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
@@ -91,7 +92,7 @@ def profile(
 @entry
 def profile_program(
     program: Program,
-    state: Any,
+    state: PyTree,
     *,
     title: str = "a program",
     policy: str | None = None,
@@ -165,7 +166,7 @@ class _Traced(NamedTuple):
 class _Runner:
     """Runs iterations; every call resumes where the last one ended."""
 
-    def __init__(self, program: Program, state: Any):
+    def __init__(self, program: Program, state: PyTree):
         self._program = program
         self._state, _ = program.run(state, 1, chunk=_ITERATIONS)
 

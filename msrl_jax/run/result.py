@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax.agents.agent import innermost
 from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.random_keys import is_key, key_for
@@ -64,7 +64,7 @@ class Result(Outcome):
     """
 
     experiment: Experiment
-    run_state: Any
+    run_state: PyTree
     registers: tuple[jax.Array, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Result(Outcome):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The algorithm's state at the end; if there are members, its leaves have a leading dimension `M`."""
         return innermost(self.run_state)
 
@@ -140,7 +140,7 @@ class Result(Outcome):
         return int(member)
 
     @entry
-    def member_state(self, member: int | None = None) -> Any:
+    def member_state(self, member: int | None = None) -> PyTree:
         """Returns the state of one member; None selects the best one.
 
         Raises:
@@ -148,7 +148,7 @@ class Result(Outcome):
         """
         return innermost(self.acting_state(member))
 
-    def acting_state(self, member: int | None = None) -> Any:
+    def acting_state(self, member: int | None = None) -> PyTree:
         """Returns the state of one member in the form that `behavior` takes: `member_state`, wrapped as in `run_state`."""
         number, state = self.member(member), acting_part(self.run_state)
         return state_of_member(self.behavior.agent, state, number) if self.has_members else state
@@ -195,7 +195,7 @@ class Result(Outcome):
         return join_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property
-    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, Any]], Callable[..., jax.Array]]:
+    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, PyTree]], Callable[..., jax.Array]]:
         """`act_with_carry` and `probabilities` of `behavior`, compiled; they take the index of a member."""
         behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
 
@@ -208,7 +208,7 @@ class Result(Outcome):
         return compiled(behavior.act_with_carry), compiled(behavior.probabilities)
 
     @entry
-    def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
+    def act(self, obs: PyTree, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
 
         Args:
@@ -233,8 +233,8 @@ class Result(Outcome):
 
     @entry
     def act_with_carry(
-        self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
-    ) -> tuple[jax.Array, Any]:
+        self, obs: PyTree, carry: PyTree = None, key: jax.Array | None = None, *, member: int | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Chooses actions for raw observations with the carry of a recurrent agent; for other agents, the carry is empty.
 
         Args:
@@ -258,7 +258,7 @@ class Result(Outcome):
         return (actions[0] if single else actions), carry
 
     @entry
-    def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
+    def probabilities(self, obs: PyTree, *, member: int | None = None) -> jax.Array:
         """Returns the probabilities with which `act` chooses discrete actions when it has a key.
 
         Args:

@@ -170,8 +170,8 @@ def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
     if result.description["settings"] and not result.description["pbt"]:
         for member, setting in enumerate(result.settings):
             groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-    if unknown := [name for name in metrics if name not in history]:
-        raise ValueError(f"the history has no column {unknown[0]!r}; it has {sorted(history)}")
+    if missing := [name for name in metrics if name not in history]:
+        raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
     figure, panels = panels_of(result, metrics)
     for panel, name in zip(panels, metrics, strict=True):
         column = history[name]

@@ -330,7 +330,7 @@ def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: 
 
 def _begin(run: Run, saved: store.Saved | None) -> None:
     """Makes the state of a run, or reads it from its folder, during compilation; compiles the programs that a chunk needs."""
-    run.program.begin(run.most_at_once)
+    run.program.begin(run.max_at_once)
     if saved is None or saved.checkpoint is None:
         state = run.experiment.start(run.program)
     else:

@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._files import parse_json
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run.disk.folder import CHECKPOINTS, SUMMARY, write_json
@@ -65,7 +66,7 @@ def _by_itself() -> Any:
     return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}")
 
 
-def _named_leaves(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
+def _named_leaves(state: PyTree, registers: Sequence[Any]) -> list[tuple[str, Any]]:
     leaves = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
     return leaves + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
 
@@ -94,7 +95,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done()
 
     def save(
-        self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
+        self, iteration: int, state: PyTree, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
     ) -> None:
         """Starts to write a checkpoint; waits for the previous one."""
         import orbax.checkpoint as ocp
@@ -135,10 +136,10 @@ class CheckpointWriter:
             raise
         self._prune()
 
-    def set_aside(self, after: int) -> None:
+    def set_aside(self, iteration: int) -> None:
         """Renames checkpoints that are newer than the one from which the run resumes: damaged or non-finite ones."""
         for checkpoint in complete_checkpoints(self._folder.parent):
-            if checkpoint.iteration > after:
+            if checkpoint.iteration > iteration:
                 other = checkpoint.path.with_name(f"{checkpoint.path.name}.damaged")
                 shutil.rmtree(other, ignore_errors=True)
                 checkpoint.path.rename(other)
@@ -277,8 +278,11 @@ def _unsealed(path: Path, iteration: int) -> list[str]:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, types: Any, registers: Sequence[Any] = (), shardings: Sequence[jax.sharding.Sharding] | None = None
-) -> tuple[Any, tuple[jax.Array, ...]]:
+    checkpoint: Checkpoint,
+    types: PyTree,
+    registers: Sequence[jax.ShapeDtypeStruct] = (),
+    shardings: Sequence[jax.sharding.Sharding] | None = None,
+) -> tuple[PyTree, tuple[jax.Array, ...]]:
     """Loads a checkpoint onto any devices: its state and registers.
 
     `types` and `registers` have the saved shapes and dtypes; `shardings` has one entry for each leaf of both; None uses one

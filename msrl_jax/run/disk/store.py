@@ -20,6 +20,7 @@ from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.names import tunable_fields, value_of
 from msrl_jax.data.experience import with_empty_rows, without_experience, without_rows
 from msrl_jax.envs import Environment
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.state_layout import Delayed
@@ -149,7 +150,7 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved_checkpoint
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
-def _registers(saved_checkpoint: Checkpoint, state: Any) -> list[int]:
+def _registers(saved_checkpoint: Checkpoint, state: PyTree) -> list[int]:
     """Returns the positions of the state's leaves that the registers of a checkpoint hold, in the order of the registers."""
     names, depths = (
         [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)],
@@ -163,7 +164,7 @@ def _registers(saved_checkpoint: Checkpoint, state: Any) -> list[int]:
     return [names.index(name) for name, depth in depths.items() for _ in range(depth)]
 
 
-def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program: Program) -> Any:
+def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program: Program) -> PyTree:
     """Loads the state of a run onto the devices of a program, under any policy, in the form that `Program.run` takes."""
     agent = experiment.agent
     full_types = jax.eval_shape(experiment.initial_state)
@@ -345,7 +346,7 @@ def load(
     where = f"the run in {path}"
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, trust=trust, **objects)
 
-    def read() -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
+    def read_checkpoint() -> tuple[Checkpoint, PyTree, tuple[jax.Array, ...]]:
         saved_checkpoint = choose_checkpoint(path, which)
         is_recorded = saved_checkpoint.progress["recorded"] is not None and experiment.recorded_steps is None
         recorded_experiment = experiment.record(1) if is_recorded else experiment
@@ -356,7 +357,7 @@ def load(
         )
         return saved_checkpoint, without_experience(state), registers
 
-    saved_checkpoint, state, registers = _while_replaced(path, read)
+    saved_checkpoint, state, registers = _while_replaced(path, read_checkpoint)
     is_newest = which == "newest" or saved_checkpoint.iteration == max(
         c.iteration for c in checkpoint.complete_checkpoints(path)
     )
@@ -399,12 +400,12 @@ def _read_outcome(
     }
 
 
-def _while_replaced(path: Path, read: Callable[[], T]) -> T:
+def _while_replaced(path: Path, read_checkpoint: Callable[[], T]) -> T:
     """Reads a checkpoint; retries if the process that writes checkpoints has just deleted it."""
     for _ in range(_TRIES):
         checkpoints = checkpoint.complete_checkpoints(path)
         try:
-            return read()
+            return read_checkpoint()
         except CheckpointError:
             if checkpoint.complete_checkpoints(path) == checkpoints:
                 raise

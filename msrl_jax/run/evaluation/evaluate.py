@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from msrl_jax._compat import Tracer
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
-from msrl_jax.envs.base import TimeStep, env_name
+from msrl_jax.envs.base import PyTree, TimeStep, env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, observation_type
 from msrl_jax.envs.param_sources import find_source, is_of_source, with_source
@@ -50,20 +50,22 @@ class Behavior:
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
         return dataclasses.replace(self, env=randomized(env, env_params), follows_state=False)
 
-    def source(self, state: Any) -> ParamSampler | tuple[()]:
+    def source(self, state: PyTree) -> ParamSampler | tuple[()]:
         """Returns the current distributions of environment parameters in a state of one run; `()` for those of `env`."""
         return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows_state else ()
 
-    def initial_carry(self, num_envs: int) -> Any:
+    def initial_carry(self, num_envs: int) -> PyTree:
         """Returns the carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
         return self.agent.initial_carry(num_envs)
 
-    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    def act_with_carry(
+        self, state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Chooses actions for raw observations, both `[E, ...]`; returns the actions and the carry for the next step. At the
         start of an episode, pass `initial_carry`. If the key is None, takes the most probable actions."""
         return self.agent.act(state, self.agent.env.observe(innermost(state).env_state, obs), key, carry)
 
-    def probabilities(self, state: Any, obs: Any) -> jax.Array:
+    def probabilities(self, state: PyTree, obs: PyTree) -> jax.Array:
         """Returns the probabilities of discrete actions, or of the values of each integer in an action."""
         if self.agent.is_recurrent:
             raise ValueError(
@@ -74,7 +76,7 @@ class Behavior:
             raise ValueError("the policy of this agent is not categorical, so actions have no probabilities; use act")
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
-    def batched(self, obs: Any) -> tuple[Any, bool]:
+    def batched(self, obs: PyTree) -> tuple[PyTree, bool]:
         """Checks raw observations; returns them as a batch, and whether they were a single observation."""
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
@@ -103,7 +105,7 @@ class Behavior:
             raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
         return obs, single
 
-    def checked_carry(self, carry: Any, count: int) -> Any:
+    def checked_carry(self, carry: PyTree, count: int) -> PyTree:
         """Checks the carry for a number of observations; None becomes the carry at the start of an episode."""
         fresh = self.initial_carry(count)
         carry = fresh if carry is None else carry
@@ -116,12 +118,12 @@ class Behavior:
         return carry
 
     @functools.cached_property
-    def state_type(self) -> Any:
+    def state_type(self) -> PyTree:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
         return jax.eval_shape(lambda: self.agent.with_data(self.agent.init(jax.random.key(0))))
 
     @functools.cached_property
-    def observation_type(self) -> Any:
+    def observation_type(self) -> PyTree:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
         return observation_type(self.env)
 
@@ -130,7 +132,7 @@ class Behavior:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
-        def both_ways(state: Any, batch: Any) -> Any:
+        def both_ways(state: PyTree, batch: PyTree) -> PyTree:
             return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
 
         jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
@@ -140,7 +142,7 @@ class Behavior:
             id(v) in read_vars or is_source for v, is_source in zip(jaxpr.invars[: len(sources)], sources, strict=True)
         )
 
-    def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
+    def take(self, state: PyTree, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
         if any(self._needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
@@ -156,7 +158,7 @@ class Behavior:
         """The leaves of one run that `take` copies."""
         return [t for t, is_needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if is_needed]
 
-    def restore(self, leaves: list[jax.Array]) -> Any:
+    def restore(self, leaves: list[jax.Array]) -> PyTree:
         """Rebuilds a state from the leaves that `take` returned; the other leaves are zeros. Call it under `jit`."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -245,9 +247,9 @@ class _Episodes(NamedTuple):
     """The episodes of an evaluation; `running` marks the episodes that have not ended."""
 
     step: jax.Array
-    env_state: Any
-    obs: Any
-    carry: Any
+    env_state: PyTree
+    obs: PyTree
+    carry: PyTree
     agent_returns: jax.Array | tuple[()]
     returns: jax.Array
     lengths: jax.Array
@@ -274,12 +276,12 @@ class Evaluator:
         teams = getattr(self.behavior.agent.env, "teams", {})
         return teams if len(teams) > 1 else {}
 
-    def begin(self, state: Any, key: jax.Array) -> None:
+    def begin(self, state: PyTree, key: jax.Array) -> None:
         """Starts to compile the program for such a state and key in another thread."""
         leaves = self.behavior.take(state)
         self.play.begin(leaves, _beside(key, leaves))
 
-    def __call__(self, state: Any, key: jax.Array) -> Evaluation:
+    def __call__(self, state: PyTree, key: jax.Array) -> Evaluation:
         """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); does not change `state`."""
         return self.evaluate_leaves(self.behavior.take(state), key)
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.support.checks import shown, whole
 
@@ -26,7 +26,7 @@ def check_metrics(agent: Agent, name: str) -> Agent:
             "has one, is the state of the agent that a transformation widens"
         )
 
-    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+    def iteration(state: PyTree, progress: Progress) -> tuple[PyTree, Metrics]:
         result = agent.iteration(state, progress)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise TypeError(f"algorithm {name!r}: its iteration returns a {type(result).__name__}; return (state, metrics)")

@@ -18,6 +18,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_inne
 from msrl_jax.agents.transformations import BRANCHES, Scheduled
 from msrl_jax.configs.names import value_of
 from msrl_jax.configs.replacing import with_traced
+from msrl_jax.envs.base import PyTree
 from msrl_jax.replay import SHARD_AXIS
 
 UNRANKED = "the return is a sum over opposing teams or players, so it does not rank members"
@@ -28,7 +29,7 @@ _ELSEWHERE = {"env", SHARD_AXIS}  # logical axes of values that actors, environm
 class Member(NamedTuple):
     """The state of a member whose config has its own numbers."""
 
-    inner: Any  # the state of the agent
+    inner: PyTree  # the state of the agent
     numbers: dict[str, jax.Array]  # by field of the config. shape=() each, dtype=float32
 
 
@@ -77,7 +78,7 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
     )
 
 
-def member_axes(axes: Any) -> Any:
+def member_axes(axes: PyTree) -> PyTree:
     """Prepends the logical axis `"member"` to every entry of a prefix tree of PartitionSpecs."""
     return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
 
@@ -107,20 +108,20 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
     )
 
 
-def state_of_member(agent: Agent, state: Any, number: int) -> Any:
+def state_of_member(agent: Agent, state: PyTree, number: int) -> PyTree:
     """Returns the state of one member from a state with a member dimension; all members share the data."""
     return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
 
 
-def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
+def map_members(f: Callable[..., Any], state: PyTree, *others: PyTree) -> PyTree:
     """Applies a function to the leaves of `Counted` run states that have a member dimension: all except the count."""
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
 
 
-def learned_fields(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
+def learned_fields(agent: Agent, state: PyTree) -> dict[tuple[int, str], PyTree]:
     """Returns the state fields, at all levels, that learners compute: they contain floats, but no environments or buffers."""
 
-    def is_learned(value: Any, of_value: Any) -> bool:
+    def is_learned(value: PyTree, of_value: PyTree) -> bool:
         specs = jax.tree.leaves(of_value, is_leaf=lambda x: isinstance(x, P))
         axes = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
         return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)) and not axes & _ELSEWHERE
@@ -136,7 +137,7 @@ def learned_fields(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
         state, axes, level = state.inner, axes.inner, level + 1
 
 
-def with_learned_fields(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
+def with_learned_fields(state: PyTree, fields: Mapping[tuple[int, str], PyTree], level: int = 0) -> PyTree:
     """Returns the state with other values for the fields that `learned` found."""
     changes = {name: value for (field_level, name), value in fields.items() if field_level == level}
     if "inner" in state._fields:

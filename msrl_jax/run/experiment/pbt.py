@@ -19,6 +19,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_inne
 from msrl_jax.agents.transformations import Counted
 from msrl_jax.configs.names import all_fields, tunable_fields
 from msrl_jax.envs import param_distributions
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.param_distributions import ParamDistribution, ParamRamp
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
@@ -271,7 +272,7 @@ class Evolving(NamedTuple):
     standing: Standing
 
 
-def acting_part(state: Any) -> Any:
+def acting_part(state: PyTree) -> PyTree:
     """Returns the part of a run's state needed for acting: the whole state of the agent of a member."""
     while isinstance(state, Counted | Evolving):
         state = state.inner

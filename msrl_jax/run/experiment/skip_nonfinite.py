@@ -1,12 +1,12 @@
 """Discards the updates of an iteration that makes a learned value non-finite."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.envs.base import PyTree
 from msrl_jax.run.evaluation.history import SKIPPED
 from msrl_jax.run.experiment.members import learned_fields, with_learned_fields
 
@@ -18,7 +18,7 @@ def skip_nonfinite(agent: Agent) -> Agent:
     it. Both checks select between the old and the new value, so every distribution policy computes the same.
     """
 
-    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+    def iteration(state: PyTree, progress: Progress) -> tuple[PyTree, Metrics]:
         next_state, metrics = agent.iteration(state, progress)
         fields, dropped = _unless_finite(learned_fields(agent, state), learned_fields(agent, next_state))
         next_state = with_learned_fields(next_state, fields)
@@ -33,7 +33,7 @@ def skip_nonfinite(agent: Agent) -> Agent:
     return dataclasses.replace(agent, iteration=iteration)
 
 
-def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:
+def _unless_finite(old: PyTree, new: PyTree) -> tuple[PyTree, jax.Array]:
     """Returns `new`, or `old` if `new` is non-finite; and whether it is `old`."""
     floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = jnp.array([~jnp.isfinite(x).all() for x in floats]).any() if floats else jnp.bool(False)

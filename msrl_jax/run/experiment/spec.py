@@ -19,7 +19,7 @@ from msrl_jax.configs.names import tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import check_made, env_name, is_on_host
+from msrl_jax.envs.base import PyTree, check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
 from msrl_jax.envs.param_sources import find_source, source_of
@@ -232,7 +232,7 @@ class Experiment:
     @property
     def parameters(self) -> dict[str, int]:
         """The number of trained parameters of one member, by part of the networks: the names at which the parameters branch."""
-        params: Any = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
+        params: PyTree = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
         params = innermost(params).params
         while isinstance(params, Mapping) and len(params) == 1:
             (params,) = params.values()
@@ -260,11 +260,11 @@ class Experiment:
                 f"use a smaller every, or a larger total_steps (an iteration has {per_iteration})"
             )
 
-    def initial_state(self) -> Any:
+    def initial_state(self) -> PyTree:
         """Makes the initial state of the run."""
         return self.agent.with_data(jax.jit(self.agent.init)(self.key))
 
-    def start(self, program: Program) -> Any:
+    def start(self, program: Program) -> PyTree:
         """Makes the initial state of the run, placed for a program."""
         agent = self.agent
         return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.param_sources import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.runtime.transfer import put
@@ -59,7 +60,7 @@ class Tick:
     set_env_params: Callable[[Any], None] = dataclasses.field(default=_no_run, repr=False)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The state of the algorithm. The next chunk reuses its buffers, so copy what you keep (`jax.device_get`)."""
         return self.get_state()
 
@@ -174,8 +175,8 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
             raise TypeError(f"callbacks[{i}]={shown(callback)} would not run when it is called; use a plain function")
         if not is_hook(callback):
             _check_takes_tick(f"callbacks[{i}]={shown(callback)}", callback)
-        if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
-            whole(f"callbacks[{i}].every", every)
+        if is_hook(callback) and (interval := getattr(callback, "every", None)) is not None:
+            whole(f"callbacks[{i}].every", interval)
     return callbacks
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._rooms import Registry
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.fragments.runtime.memory import array_bytes
 from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.run.disk import checkpoint, folder, store
@@ -93,7 +93,7 @@ class Guard:
         self.can_read = jax.process_count() == 1
         self._small = self.can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
         self._first_bad = self.watch.bad(state)
-        self._kept: tuple[Any, int] | None = None
+        self._kept: tuple[PyTree, int] | None = None
         self._kept_at, self._begin = time.monotonic(), run.iteration
         self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
 
@@ -140,7 +140,7 @@ class Guard:
         self._kept, self._kept_at = None, -math.inf
         self._keep(run)
 
-    def earlier(self, run: Run) -> tuple[Any, int, int]:
+    def earlier(self, run: Run) -> tuple[PyTree, int, int]:
         """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
         checkpoint, or the initial state."""
         for saved_checkpoint in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
@@ -194,8 +194,8 @@ class StopOrRollBack:
         rollbacks = run.deployment["rollbacks"]
         if self._saver is not None:
             self._saver.wait()
-        state, iteration, before = self._guard.earlier(run)
-        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, before, run.experiment))
+        state, iteration, rollbacks_before = self._guard.earlier(run)
+        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, rollbacks_before, run.experiment))
         close_simulators(run.experiment.agent.env)
         config = run.experiment.algorithm
         names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
@@ -223,10 +223,10 @@ class StopOrRollBack:
             self._saver.begin(run)
 
 
-def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
+def again(state: PyTree, number: int, rollbacks_before: int, experiment: Experiment) -> PyTree:
     """Returns the state with which a run restarts after its `number`-th rollback: with other keys and lower rates of members.
 
-    The given state is from a time when the run had done `before` rollbacks.
+    The given state is from a time when the run had done `rollbacks_before` rollbacks.
     """
 
     def slower(part: Any) -> Any:
@@ -234,7 +234,7 @@ def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
             return part
         # Rates that evolve are halved once per rollback since that state, other rates once per rollback of the run.
         rates_now, divisor = (
-            (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
+            (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - rollbacks_before))
         )
         rates = {name: jnp.asarray(rate / divisor) for name, rate in rates_now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)

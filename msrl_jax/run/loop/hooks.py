@@ -116,9 +116,9 @@ class Evaluating:
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
         self._key = evaluation_key(experiment)
-        unknown = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
+        nan = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
         names = ("eval_return", "eval_length", *(f"eval_return/{team}" for team in self._play.teams))
-        self._unknown = dict.fromkeys(names, unknown)
+        self._unknown = dict.fromkeys(names, nan)
         self._has_begun, self._from, self.every, self.env = False, 0, every, self._play.env
 
     def before(self, run: Run) -> None:
@@ -148,8 +148,8 @@ class Recording:
 
     def after(self, run: Run) -> None:
         """Writes the steps since the last chunk."""
-        taken = run.iteration * (run.experiment.steps_per_iteration // run.experiment.behavior.agent.env.num_envs)
-        self.writer.add(run.program.unwrap(run.run_state), taken - self.writer.progress["steps"])
+        steps = run.iteration * (run.experiment.steps_per_iteration // run.experiment.behavior.agent.env.num_envs)
+        self.writer.add(run.program.unwrap(run.run_state), steps - self.writer.progress["steps"])
 
     def end(self, run: Run) -> None:
         """Joins the steps into one file; keeps their parts if the run may resume later."""

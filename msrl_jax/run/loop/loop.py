@@ -21,6 +21,7 @@ import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.data.experience import without_experience
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.state_layout import Delayed
@@ -65,13 +66,13 @@ def chunk_length(iterations: int) -> int:
 
 
 class ChunkScheduler:
-    """Chooses the lengths of chunks from the time of iterations: powers of two that change by factors of two, or `most`.
+    """Chooses the lengths of chunks from the time of iterations: powers of two that change by factors of two, or `max_length`.
 
     Chunks end at multiples of their length if possible, so that different runs have ticks at the same iterations.
     """
 
-    def __init__(self, most: int, *, fixed: bool):
-        self.most, self._fixed, self._length = most, fixed, most if fixed else 0
+    def __init__(self, max_length: int, *, fixed: bool):
+        self.max_length, self._fixed, self._length = max_length, fixed, max_length if fixed else 0
 
     @property
     def is_known(self) -> bool:
@@ -88,7 +89,7 @@ class ChunkScheduler:
         target = _SECONDS / seconds_per_iteration
         if self._length:  # limits the effect of a single slow chunk
             target = min(max(target, self._length / 2), self._length * 2)
-        self._length = self.most if target >= self.most else 2 ** max(0, math.floor(math.log2(target)))
+        self._length = self.max_length if target >= self.max_length else 2 ** max(0, math.floor(math.log2(target)))
 
     def length(self, iterations: int) -> int:
         """Returns the number of iterations of the next chunk."""
@@ -107,7 +108,7 @@ class Run:
     program: Program  # the compiled iteration
     pace: ChunkScheduler  # chooses the lengths of chunks
     started: float  # value of `time.perf_counter` at which the run would have started if it had never been interrupted
-    run_state: Any = None  # in the form that `Program.run` takes and returns
+    run_state: PyTree = None  # in the form that `Program.run` takes and returns
     boundaries: tuple[int, ...] = ()  # chunks must end at multiples of these numbers of steps
     iteration: int = 0  # iterations done
     resumed_from: int = 0  # iterations done when the run resumed; 0 for a new run
@@ -149,15 +150,15 @@ class Run:
         """The content of `config.json`."""
         return self.experiment.to_json() | self.deployment
 
-    def whole_state(self) -> Any:
+    def whole_state(self) -> PyTree:
         """Returns the state of the run without registers and recorded steps."""
         return without_experience(self.program.unwrap(self.run_state))
 
-    def acting_state(self) -> Any:
+    def acting_state(self) -> PyTree:
         """Returns the state in the form that the run's behavior takes."""
         return acting_part(self.whole_state())
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """Returns the algorithm's own state."""
         return innermost(self.whole_state())
 
@@ -186,18 +187,18 @@ class Run:
             self.last_episodes = self.last_episodes.add(first_iteration, scores, finite=self.experiment.guard == "skip")
 
     @property
-    def most_at_once(self) -> int:
+    def max_at_once(self) -> int:
         """The maximum number of iterations between two reads of the metrics."""
         limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
-        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+        return min(limit, self.pace.max_length, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled already."""
-        self.program.warm_up(self.most_at_once)
+        self.program.warm_up(self.max_at_once)
 
     def _iterate(self, count: int) -> HostMetrics:
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.max_at_once, donate=True)
         jax.block_until_ready(self.run_state)
         count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # may be fewer, see `Execution`
         self.iteration += count

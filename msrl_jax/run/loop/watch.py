@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.agents.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import FifoState, ReplayState
@@ -26,18 +27,18 @@ _ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they 
 _WRAPPERS = EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 
 
-def _mark_all(x: Any, mark: int) -> Any:
-    return jax.tree.map(lambda _: mark, x)
+def _mark_all(tree: PyTree, mark: int) -> PyTree:
+    return jax.tree.map(lambda _: mark, tree)
 
 
-def _mark_env(env_state: Any) -> Any:
+def _mark_env(env_state: PyTree) -> Any:
     wrapped = isinstance(env_state, _WRAPPERS)
     marks = _mark_all(env_state, wrapped)
     goes_in = wrapped or isinstance(env_state, RecordedState)
     return marks._replace(env_state=_mark_env(env_state.env_state)) if goes_in else marks
 
 
-def _watched_leaves(agent: Agent, state: Any) -> dict[int, bool]:
+def _watched_leaves(agent: Agent, state: PyTree) -> dict[int, bool]:
     """Returns the positions of the watched leaves of a run's state (all floats), and whether they are in a replay buffer."""
     is_buffer = lambda x: isinstance(x, ReplayState | FifoState)
     marks = jax.tree.map(lambda x: _mark_all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
@@ -83,7 +84,7 @@ def non_finite(leaves: Sequence[jax.Array], positions: Sequence[int]) -> list[in
 class Watch:
     """The watched leaves of a run's states, chosen from its first state, which counts as good."""
 
-    def __init__(self, agent: Agent, state: Any):
+    def __init__(self, agent: Agent, state: PyTree):
         leaves = jax.tree.leaves_with_path(state)
         # Pytree paths of all leaves, relative to the algorithm's own state, such as `.obs`.
         self.paths = [re.sub(r"^(\.inner\b)+", "", jax.tree_util.keystr(path)) for path, _ in leaves]
@@ -92,10 +93,10 @@ class Watch:
         self.everything = [i for i in watched if i not in odd]  # including the floats in replay buffers
         self._chosen = [i for i in self.everything if not watched[i]]
 
-    def bad(self, state: Any) -> list[str]:
+    def bad(self, state: PyTree) -> list[str]:
         """Returns the pytree paths of the watched leaves of a state that are non-finite."""
         return [self.paths[i] for i in non_finite(jax.tree.leaves(state), self._chosen)]
 
-    def is_whole(self, state: Any) -> bool:
+    def is_whole(self, state: PyTree) -> bool:
         """Returns whether the watched leaves and replay buffers are finite."""
         return not non_finite(jax.tree.leaves(state), self.everything)

@@ -16,6 +16,7 @@ import numpy as np
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.support.checks import check_loaded, whole
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
@@ -85,7 +86,7 @@ def export(
         return write(policy, as_path("path", path), about, batch)
 
 
-def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
+def exported_policy(behavior: Behavior, state: PyTree, sample: bool) -> Policy:
     """Makes the policy from one member's state."""
     leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
@@ -112,7 +113,7 @@ def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
     return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | key_input)
 
 
-def _names_of(observed: Any) -> dict[str, Any]:
+def _names_of(observed: PyTree) -> dict[str, Any]:
     """Returns the arrays of an observation by name: `obs`, `obs_PATH` for a pytree, and `action_mask`."""
     if isinstance(observed, MaskedObservation):
         return _names_of(observed.obs) | {"action_mask": observed.action_mask}

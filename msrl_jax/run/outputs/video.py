@@ -17,7 +17,7 @@ import numpy as np
 
 from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import Environment, has_agents, vectorize
-from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
+from msrl_jax.envs.base import PyTree, close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams
@@ -95,7 +95,7 @@ def check_file(path: Path) -> None:
             ) from error
 
 
-def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
+def film(behavior: Behavior, state: PyTree, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
     """Plays greedy episodes one after another, and renders them."""
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
     fps = None if fps is None else _rate("fps", fps)
@@ -199,7 +199,7 @@ def _filmed(behavior: Behavior, leaves: list[jax.Array], seed: int, max_steps: i
     carry = behavior.initial_carry(1)
     choose = jax.jit(lambda leaves, obs, carry: behavior.act_with_carry(behavior.restore(leaves), obs, carry))
 
-    def act(obs: Any) -> np.ndarray:
+    def act(obs: PyTree) -> np.ndarray:
         nonlocal carry
         action, carry = choose(leaves, behavior.batched(obs)[0], carry)
         return np.asarray(action)[0]
@@ -231,11 +231,11 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], 
         return (env_state, obs, behavior.initial_carry(1)), env_state.env_state if has_states else unmasked(obs)
 
     @jax.jit
-    def chunk(leaves: list[jax.Array], running: Any) -> Any:
+    def chunk(leaves: list[jax.Array], running: PyTree) -> Any:
         state = behavior.restore(leaves)
         env = with_source(copies, behavior.source(state))
 
-        def step(running: Any, _: None) -> Any:
+        def step(running: PyTree, _: None) -> Any:
             env_state, obs, carry = running
             action, carry = behavior.act_with_carry(state, obs, carry)
             next_env_state, t = env.step(env_state, action)
@@ -247,11 +247,11 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], 
 
     def play(leaves: list[jax.Array], key: jax.Array) -> tuple[list[Any], float]:
         with host_errors():
-            running, first = begin(leaves, key)
-            frames, total, is_over = [next(_rows(jax.tree.map(lambda x: x[None], first)))], 0.0, False
+            running, first_frame = begin(leaves, key)
+            frames, total, is_over = [next(_rows(jax.tree.map(lambda x: x[None], first_frame)))], 0.0, False
             while not is_over and len(frames) <= max_steps:
-                running, (states, rewards, ended) = chunk(leaves, running)
-                for row, reward, end in zip(_rows(states), np.asarray(rewards), np.asarray(ended), strict=True):
+                running, (states, rewards, ends) = chunk(leaves, running)
+                for row, reward, end in zip(_rows(states), np.asarray(rewards), np.asarray(ends), strict=True):
                     if is_over or len(frames) > max_steps:
                         break
                     frames.append(row)
@@ -262,7 +262,7 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], 
     return play
 
 
-def _rows(stacked: Any) -> Iterator[Any]:
+def _rows(stacked: PyTree) -> Iterator[Any]:
     """Yields the states of one environment from those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
     leaves, tree = jax.tree.flatten(stacked)
     leaves = [x if is_key(x) else np.asarray(x) for x in leaves]

@@ -185,7 +185,7 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     run = SimpleNamespace(
         program=program,
         experiment=experiment,
-        most_at_once=1,
+        max_at_once=1,
         deployment={"rollbacks": [{}, {}]},
         seconds={},
         started=0.0,
