@@ -110,7 +110,7 @@ def _short_warnings() -> Iterator[None]:
     """Shows the warnings of this package, and JAX's first one about its compilation cache, in one line each on stderr."""
     show, was_shown = warnings.showwarning, False
 
-    def show_shortly(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+    def show_shortly(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         nonlocal was_shown
         is_of_cache = "persistent compilation cache" in str(message)
         if category.__module__.startswith("msrl_jax.") or (is_of_cache and not was_shown):

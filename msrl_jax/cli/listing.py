@@ -11,7 +11,7 @@ from msrl_jax.fragments.support.terminal import table
 from msrl_jax.run import recipes
 
 
-def recipes_in(records: Path | None) -> tuple[str, Any]:
+def recipes_in(records: Path | None) -> tuple[str, list[dict[str, Any]]]:
     """Lists the recipes, with their scores from the records in a folder: as text, and as data."""
     rows, cells, folder = [], [], recipes.records_folder(records)
     if folder is None:
@@ -40,7 +40,7 @@ def recipes_in(records: Path | None) -> tuple[str, Any]:
     return "\n".join(table(["recipe", "algorithm", "environment", "steps", "return", "time of all seeds"], cells)), rows
 
 
-def names(*, only_envs: bool) -> tuple[str, Any]:
+def names(*, only_envs: bool) -> tuple[str, dict[str, Any]]:
     """Lists the names of algorithms, environments, policies and suites: as text, and as data."""
     if "msrl_jax.algorithms" in sys.modules:  # also list what this process has registered; otherwise avoid importing JAX
         from msrl_jax import algorithms, envs, policies

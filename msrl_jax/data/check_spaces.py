@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +11,7 @@ from msrl_jax.data.dataset import Dataset, nest_parts, parts_by_path
 from msrl_jax.data.formats import load
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.actions import policy_actions
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import struct
@@ -134,7 +133,7 @@ def check_actions(env: Environment) -> None:
 def _spaces_of(space: Space, name: str) -> dict[str, Space]:
     """Returns the spaces of the parts of a value by path, as in `parts_by_path`."""
 
-    def by_part(space: Space) -> Any:
+    def by_part(space: Space) -> PyTree:
         if are_privileged(space):
             return jax.tree.map(by_part, space.spaces)
         if isinstance(space, Dict):

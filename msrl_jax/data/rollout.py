@@ -25,6 +25,7 @@ from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 from msrl_jax.fragments.support.checks import check_loaded, check_seed, whole
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.replay import Transition
 
 _CHUNK = 1024  # approximate number of rows on the device at a time
 
@@ -121,7 +122,7 @@ def record(
         at_random = jax.random.uniform(whether, keys.shape, jnp.float32) < random_share
         return jnp.where(at_random.reshape(*keys.shape, *[1] * (random.ndim - keys.ndim)), random, action), carry
 
-    def roll(leaves: list[jax.Array], running: PyTree) -> tuple[Any, Any]:
+    def roll(leaves: list[jax.Array], running: PyTree) -> tuple[PyTree, Transition]:
         state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
         def step(running, _):

@@ -78,7 +78,7 @@ class LearnerProgram:
         return (self._program.device,)
 
     @property
-    def shardings(self) -> tuple[Any, tuple[()]]:
+    def shardings(self) -> tuple[PyTree, tuple[()]]:
         """The sharding of the state."""
         return jax.tree.map(lambda _: self._program.sharding, self._program.state), ()
 
@@ -96,7 +96,7 @@ class LearnerProgram:
         _ = self._program.learn
         self.compile_seconds += time.perf_counter() - start
 
-    def initialize(self, init: Callable[..., Any], *args: Any) -> Any:
+    def initialize(self, init: Callable[..., PyTree], *args: Any) -> PyTree:
         """Computes a state."""
         start = time.perf_counter()
         compiled = jax.jit(init, out_shardings=self._program.sharding).lower(*args).compile()
@@ -111,7 +111,7 @@ class LearnerProgram:
         """Returns the state."""
         return state
 
-    def run(self, state: PyTree, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
+    def run(self, state: PyTree, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[PyTree, PyTree]:
         """Learns from at most `iterations` unrolls; the metrics have one row per unroll."""
         leaves, tree = jax.tree.flatten(state if donate else self.place(state))
         rows: list[list[np.ndarray]] = []

@@ -45,7 +45,7 @@ class Packing:
         pairs = zip(self.kinds, self.packs, strict=True)
         return [jax.ShapeDtypeStruct(kind.shape, jnp.bfloat16 if packs else kind.dtype) for kind, packs in pairs]
 
-    def pack(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+    def pack(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """Packs arrays for sending."""
         return [np.asarray(x).astype(kind.dtype) for x, kind in zip(arrays, self.packed_kinds, strict=True)]
 

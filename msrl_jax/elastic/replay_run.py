@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.elastic.parameter_messages import Packing
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.unroll_log import FILE, read_log
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import read_rows
 from msrl_jax.run.disk.store import read_description
@@ -23,7 +25,7 @@ from msrl_jax.run.experiment.spec import Experiment, difference
 
 
 @entry
-def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
+def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> PyTree:
     """Recomputes a run with actors in this process alone, from the log of the unrolls in their order of arrival.
 
     Args:
@@ -82,7 +84,7 @@ class _Replay:
         self._begins = {line["begins"] for line in lines if "begins" in line}
         self._resume_states: dict[int, list[jax.Array]] = {}  # the states from which learners resume
         self._reads = Counter(_parameters_id(line) for line in lines if "ticket" in line)
-        self._published: dict[tuple[int, int], list[Any]] = {}
+        self._published: dict[tuple[int, int], list[np.ndarray]] = {}
         self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
 
     def begin(self, line: dict[str, Any]) -> None:

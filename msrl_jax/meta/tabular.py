@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
@@ -30,8 +31,8 @@ class TabularMDP:
       noise: standard deviation of the normally distributed rewards.
     """
 
-    transitions: Any
-    rewards: Any
+    transitions: ArrayLike
+    rewards: ArrayLike
     noise: float = 1.0
     observation_space: spaces.Discrete = field(init=False, repr=False)
     action_space: spaces.Discrete = field(init=False, repr=False)
@@ -84,7 +85,7 @@ class BernoulliBandit:
       success: the probability that each arm pays; a parameter as data. `[A]` float32
     """
 
-    success: Any
+    success: ArrayLike
     observation_space = spaces.Discrete(1)
     action_space: spaces.Discrete = field(init=False, repr=False)
 

@@ -78,7 +78,7 @@ class Measurement:
 class Runner:
     """Trains in this process in chunks of iterations; every call resumes where the last one ended."""
 
-    def __init__(self, step: Callable[[Any], Any], state: PyTree, steps: int):
+    def __init__(self, step: Callable[[PyTree], PyTree], state: PyTree, steps: int):
         """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
         self._step, self._state, self._steps = step, state, steps
         self._chunks(1)
@@ -96,7 +96,7 @@ class Runner:
         return self._chunks(max(1, round(seconds * self.rate / self._steps)))
 
 
-def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
+def interleave(runners: Sequence[Runner], seconds: float, repeats: int) -> list[tuple[float, ...]]:
     """Calls `run(seconds)` of each runner in `repeats` rounds; returns their results, steps per second.
 
     Reverses the order in every other round, so that changes in the speed of the machine affect all runners.
@@ -129,7 +129,7 @@ def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runn
     return Runner(step, experiment.start(program), chunk * steps)
 
 
-def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
+def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, PyTree]:
     """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))` with donated inputs; also returns its state."""
     iteration = experiment.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)

@@ -4,12 +4,16 @@ import contextlib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from msrl_jax.report.statistics import Estimate, estimate, mean
 from msrl_jax.run.evaluation.history import last_known
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _POINTS = 50  # of a curve in a figure
 
@@ -42,14 +46,14 @@ def _known_mean(values: np.ndarray) -> float:
     return float(known_values.mean()) if len(known_values) else np.nan
 
 
-def styled() -> contextlib.AbstractContextManager[Any]:
+def styled() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which figures look the same on every machine."""
     import matplotlib  # a slow import
 
     return matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9})
 
 
-def figure_of(panels: int) -> tuple[Any, Any]:
+def figure_of(panels: int) -> tuple["Figure", np.ndarray]:
     """Makes a figure with panels in one column; returns the figure and the panels."""
     from matplotlib.figure import Figure
 
@@ -57,13 +61,15 @@ def figure_of(panels: int) -> tuple[Any, Any]:
     return figure, figure.subplots(panels, squeeze=False)[:, 0]
 
 
-def draw_curve(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
+def draw_curve(
+    panel: "Axes", label: str, number: int, steps: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> None:
     """Draws a curve and its interval in the colour of its number; a single point is a dot."""
     panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=4 * (len(steps) == 1))
 
 
-def finished(figure: Any) -> Any:
+def finished(figure: "Figure") -> "Figure":
     """Adds grids and legends to a figure, and returns it."""
     for panel in figure.axes:
         panel.grid(alpha=0.3)
@@ -72,7 +78,7 @@ def finished(figure: Any) -> Any:
     return figure
 
 
-def svg_of(figure: Any) -> str:
+def svg_of(figure: "Figure") -> str:
     """Returns a figure as SVG: the same text for the same data."""
     stream = io.StringIO()
     with styled():

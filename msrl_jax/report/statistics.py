@@ -41,18 +41,18 @@ class Estimate:
         return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if has_interval else "")
 
 
-def mean(scores: Any, axis: int = -1) -> Any:
+def mean(scores: np.ndarray, axis: int = -1) -> np.ndarray:
     """Returns the mean of scores `[..., S]`."""
     return np.mean(scores, axis=axis)
 
 
-def interquartile_mean(scores: Any, axis: int = -1) -> Any:
+def interquartile_mean(scores: np.ndarray, axis: int = -1) -> np.ndarray:
     """Returns the mean of the middle half of scores `[..., S]`."""
     return stats.trim_mean(scores, _TRIMMED, axis=axis)
 
 
 def estimate(
-    scores: Scores, statistic: Callable[..., Any] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
+    scores: Scores, statistic: Callable[..., np.ndarray] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
 ) -> Estimate:
     """Estimates a statistic of the scores of all tasks, with a stratified bootstrap interval: seeds are resampled per task.
 
@@ -74,14 +74,14 @@ def estimate(
         raise ValueError(f"statistic={shown(statistic)} is not a function; use one of (scores, axis), such as statistics.mean")
     tasks = _checked(scores)
 
-    def joined(*samples: np.ndarray, axis: int = -1) -> Any:
+    def joined(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
         return statistic(np.concatenate(samples, axis=axis), axis=axis)
 
     return _bootstrapped(tasks, joined, confidence, seed, sum(map(len, tasks)))
 
 
 def _bootstrapped(
-    samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int, size: int
+    samples: list[np.ndarray], statistic: Callable[..., np.ndarray], confidence: float, seed: int, size: int
 ) -> Estimate:
     """Estimates a statistic of several samples, `(*samples, axis)`, with an interval; each sample is resampled independently.
     Every resample needs `size` numbers."""
@@ -140,7 +140,7 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
         raise ValueError(f"there are {len(ours)} tasks of ours and {len(theirs)} of theirs; give the scores of the same tasks")
     pairs = list(zip(ours, theirs, strict=True))
 
-    def above(*samples: np.ndarray, axis: int = -1) -> Any:
+    def above(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
         halves = zip(samples[: len(pairs)], samples[len(pairs) :], strict=True)
         wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
         return np.mean(wins, axis=0)
@@ -191,7 +191,7 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
     if difference == 0:
         return Agreement("agrees", 0.0, 1.0)
 
-    def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
+    def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
     test = stats.permutation_test(

@@ -161,7 +161,7 @@ def choose_trials(axes: Sequence[Axis], method: str, num: int | None, seed: int)
     return list({repr(row): row for row in (dict(zip(names, row, strict=True)) for row in rows)}.values())
 
 
-def check_method(method: Any, num: Any, halving: Any) -> int | None:
+def check_method(method: object, num: int | None, halving: object) -> int | None:
     """Checks the method of a sweep and its arguments; returns the number of trials."""
     methods = get_args(Method)
     if method not in methods:
