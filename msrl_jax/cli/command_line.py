@@ -76,20 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     with streams.tolerant_streams() as out, _short_warnings(), with_all_frames():
         try:
-            code = _run(argv)
+            code = _run_command(argv)
         except Exception as error:
             hide_frames(error)
             if not _is_one_of_several():
                 raise
             traceback.print_exc()
-            _end(1)
+            _end_process(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
     if (code and _is_one_of_several()) or (is_whole_process and (code == INTERRUPTED or compiling.is_busy())):
-        _end(code)
+        _end_process(code)
     return code
 
 
@@ -97,7 +97,7 @@ def _is_one_of_several() -> bool:
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
-def _end(code: int) -> NoReturn:
+def _end_process(code: int) -> NoReturn:
     """Ends the process immediately: a normal exit would wait for other processes, and for threads that compile or compute."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -131,7 +131,7 @@ def _complain(message: object) -> int:
     return BAD_INPUT
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else BAD_INPUT

@@ -29,7 +29,7 @@ DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
 
 
-def _note(text: object) -> None:
+def _print_note(text: object) -> None:
     """Prints a line on what is now standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -46,7 +46,7 @@ def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest",
     return Result.load(run, checkpoint=checkpoint, trust=trust)
 
 
-def _folder(place: str, arguments: Mapping[str, Any], *parts: Any) -> Path:
+def _default_folder(place: str, arguments: Mapping[str, Any], *parts: Any) -> Path:
     """Returns the path of a new folder, named after the arguments."""
     from msrl_jax import algorithms
 
@@ -93,7 +93,9 @@ def train(
     from msrl_jax.run import processes
 
     is_first, timestamp = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
-    out = out or _folder("runs", arguments, arguments.get("policy"), arguments.get("seed", 0), processes.gathered(timestamp)[0])
+    out = out or _default_folder(
+        "runs", arguments, arguments.get("policy"), arguments.get("seed", 0), processes.gathered(timestamp)[0]
+    )
     with contextlib.ExitStack() as stack:
         loggers: list[Any] = []
         if tensorboard and is_first:
@@ -129,7 +131,7 @@ def sweep(arguments: dict[str, Any], *, out: Path | None = None, plot: Path | No
     from msrl_jax import search
 
     name_parts = arguments.get("method", "random"), arguments.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
-    arguments["out"] = out or _folder("sweeps", arguments, *name_parts)
+    arguments["out"] = out or _default_folder("sweeps", arguments, *name_parts)
     result = search.sweep(**arguments)
     text = str(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # skipped if all means are nan
@@ -141,10 +143,10 @@ def sweep(arguments: dict[str, Any], *, out: Path | None = None, plot: Path | No
 
 def exit_code(result: Any) -> int:
     """Returns the exit code of a run or a sweep that has ended."""
-    return _code_of(result.stop_reason) if result.interrupted else 0
+    return _exit_code_of(result.stop_reason) if result.interrupted else 0
 
 
-def _code_of(stop_reason: str) -> int:
+def _exit_code_of(stop_reason: str) -> int:
     return 128 + getattr(signal, stop_reason) if stop_reason.startswith("SIG") else OUT_OF_TIME
 
 
@@ -230,7 +232,7 @@ def explain(
         for name in names:
             rows += plans(**arguments, policy=name, devices=devices, envs_per_device=envs_per_device)
     else:
-        reasons = [choose_policy(experiment, note=_note)] if any(map(is_auto, names)) else []
+        reasons = [choose_policy(experiment, note=_print_note)] if any(map(is_auto, names)) else []
         candidates = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
         placed = {spec(policy): policy for policy in candidates}.values()
     compared_plans = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
@@ -319,7 +321,7 @@ def bench(arguments: dict[str, Any]) -> Output:
     """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
 
-    measurements = report.bench(**arguments, note=_note)
+    measurements = report.bench(**arguments, note=_print_note)
     return Output(report.format_table(measurements), measurements)
 
 
@@ -338,7 +340,7 @@ def profile(arguments: dict[str, Any], *, run: Path | None = None, out: Path | N
     if out is not None:
         profile_results.check_profile(out)
     run_argument = {} if run is None else {"algo": run_of(run, trust=arguments.get("trust", False))}
-    measured_profile = profile(**arguments, **run_argument, note=_note)
+    measured_profile = profile(**arguments, **run_argument, note=_print_note)
     for file in filter(None, (run and run / profile_results.OF_RUN, out)):
         measured_profile.save(file)
     return Output(measured_profile, measured_profile.to_dict())
@@ -373,7 +375,7 @@ def reproduce(
     if folder is None:
         if update or pages is not None:
             raise UsageError(recipes.NO_RECORDS)
-        _note(recipes.NO_RECORDS)
+        _print_note(recipes.NO_RECORDS)
     elif update and not os.access(folder, os.W_OK):
         raise UsageError(f"--update cannot write to {folder}; leave it out, and copy the record from {out}")
     if pages is not None:  # report errors before training anything
@@ -389,7 +391,7 @@ def reproduce(
         summaries.append(reproduction.summary())
         print(reproduction, flush=True)
         if reproduction.record is None:
-            code = _code_of(reproduction.stop_reason)
+            code = _exit_code_of(reproduction.stop_reason)
             break
         if update and folder is not None:
             reproduction.record.write(recipes.record_path(name, folder))
@@ -409,7 +411,7 @@ def _can_compare(name: str, folder: Path | None, arguments: Mapping[str, Any], *
     except recipes.RecordError as error:
         if not update:
             raise
-        _note(f"the old record is ignored: {error}")
+        _print_note(f"the old record is ignored: {error}")
         return False
     if recorded is None:
         return False
@@ -423,7 +425,7 @@ def _can_compare(name: str, folder: Path | None, arguments: Mapping[str, Any], *
     if min_seeds is None or len(seeds) < min_seeds:
         remedy = "write a record of more seeds (--update)" if min_seeds is None else f"use --seeds {min_seeds} or more"
         fact = f"seeds: {len(seeds)} are too few to compare with the {len(recorded.seeds)} of its record"
-        _note(f"{name}: {fact}; {remedy}")
+        _print_note(f"{name}: {fact}; {remedy}")
     return True
 
 

@@ -120,17 +120,17 @@ def read(name: str) -> ConfigFile:
         number = int(match[1]) if (match := re.match(r"line (\d+)", place)) else len(rows)
         key = keys[number - 1] if number else None
         if fact == "Cannot overwrite a value" and key:
-            raise _twice(name, key, number, lines) from None
+            raise _duplicate_error(name, key, number, lines) from None
         raise UsageError(f"{name}, line {number}: bad TOML ({fact}); write key = value, with text in double quotes") from None
     values: dict[str, Any] = {}
     for key, value in toml.flat(nested).items():
         if (key := key.replace("-", "_")) in values:
-            raise _twice(name, key, [number for number, other in enumerate(keys, 1) if other == key][-1], lines)
+            raise _duplicate_error(name, key, [number for number, other in enumerate(keys, 1) if other == key][-1], lines)
         values[key] = value
     return ConfigFile(name, values, lines)
 
 
-def _twice(name: str, key: str, number: int, lines: Mapping[str, int]) -> UsageError:
+def _duplicate_error(name: str, key: str, number: int, lines: Mapping[str, int]) -> UsageError:
     return UsageError(f"{name}, line {number}: {key} is given twice, first in line {lines[key]}; give it once")
 
 

@@ -51,7 +51,7 @@ def names(*, only_envs: bool) -> tuple[str, dict[str, Any]]:
     if only_envs:
         registered = {"environments": registered["environments"]}
     suites = {prefix: {"version": s.version(), "install": s.install} for prefix, s in catalog.SUITES.items()}
-    lines = registered | {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in catalog.SUITES.items()]}
+    lines = registered | {"suites": [f"{prefix:12}{_describe_suite(suite)}" for prefix, suite in catalog.SUITES.items()]}
     text = "\n".join(f"{kind}\n" + "".join(f"  {line}\n" for line in entries) for kind, entries in lines.items())
     return text, registered | {"suites": suites}
 
@@ -71,7 +71,7 @@ def names_in_sources() -> dict[str, list[str]]:
     }
 
 
-def _state(suite: catalog.Suite) -> str:
+def _describe_suite(suite: catalog.Suite) -> str:
     """Returns whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"

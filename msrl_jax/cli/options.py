@@ -114,15 +114,15 @@ class Option:
         if self.is_sequence and not self.is_swept:
             if self.numbers and sum("," in word for word in words) > 1:
                 raise ValueError(f"is {' '.join(words)}; {_ONE}")
-            return self._items(",".join(words)) if self.numbers else tuple(words)
+            return self._read_items(",".join(words)) if self.numbers else tuple(words)
         if not self.is_swept:
-            return self._one(words[0])
+            return self._read_one(words[0])
         if self.numbers and not self.is_sequence:
             return words[0]  # a distribution, or several numbers
         values = (
-            [self._items(word) for word in words]
+            [self._read_items(word) for word in words]
             if self.is_sequence
-            else [self._one(word.strip()) for word in split_specs(words[0])]
+            else [self._read_one(word.strip()) for word in split_specs(words[0])]
         )
         return values if len(values) > 1 else values[0]
 
@@ -138,14 +138,14 @@ class Option:
                 raise ValueError("is an empty array; give at least one value, or leave it out")
             if not (self.is_sequence or self.is_tunable or self.is_swept):
                 raise ValueError(f"takes one value; {toml.value(value)} is an array; {_ONE}")
-            items = [tuple(map(self._item, item)) if isinstance(item, list) else self._item(item) for item in value]
+            items = [tuple(map(self._take_item, item)) if isinstance(item, list) else self._take_item(item) for item in value]
             return items if isinstance(items[0], tuple) or (self.is_swept and not self.is_sequence) else tuple(items)
-        return self._plain(value)
+        return self._take_scalar(value)
 
-    def _item(self, value: Any) -> Any:
-        return value if isinstance(value, str) else self._plain(value)
+    def _take_item(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self._take_scalar(value)
 
-    def _plain(self, value: Any) -> Any:
+    def _take_scalar(self, value: Any) -> Any:
         """Reads text, a number or a boolean from a config file."""
         if isinstance(value, bool) != self.is_flag:
             remedy = "true or false" if self.is_flag else "a value, not true or false"
@@ -162,13 +162,13 @@ class Option:
             raise ValueError(f"is {value}; use a finite number")
         if not self.numbers and Any not in self.parts:
             raise ValueError(f"is the number {value}; write text in double quotes")
-        return self._one(value)
+        return self._read_one(value)
 
-    def _items(self, text: str) -> Any:
+    def _read_items(self, text: str) -> Any:
         literal = read_literal(text)
-        return tuple(map(self._one, literal if isinstance(literal, tuple) else (literal,)))
+        return tuple(map(self._read_one, literal if isinstance(literal, tuple) else (literal,)))
 
-    def _one(self, value: Any) -> Any:
+    def _read_one(self, value: Any) -> Any:
         """Converts text or a number to the type of one value; keeps schedules, several values, and text if it accepts text."""
         if isinstance(value, str):
             if value in self.choices:
@@ -228,10 +228,10 @@ class OptionGroup:
     def takes(self, name: str) -> bool:
         """Returns whether the function gets the value of an option."""
         is_chosen = name in self.only if self.only else name not in self.without
-        return is_chosen and (name in self.parameters or name in self._of_experiment)
+        return is_chosen and (name in self.parameters or name in self._experiment_arguments)
 
     @property
-    def _of_experiment(self) -> tuple[str, ...]:
+    def _experiment_arguments(self) -> tuple[str, ...]:
         if not self.has_fields:
             return ()
         from msrl_jax.run.prepare import ARGUMENTS
@@ -247,7 +247,7 @@ class OptionGroup:
             elif p.kind is not p.VAR_KEYWORD and name in docs and self.takes(name):
                 is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
                 yield Option(name, p.annotation, p.default, docs[name], is_positional)
-        if missing := [name for name in ("algo", "env", *self._of_experiment) if name not in docs and self.takes(name)]:
+        if missing := [name for name in ("algo", "env", *self._experiment_arguments) if name not in docs and self.takes(name)]:
             yield from OptionGroup(TRAIN, only=tuple(missing)).options()
 
 
@@ -310,14 +310,14 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_of(prog: str, about: str, groups: Mapping[str, Sequence[Option]]) -> argparse.ArgumentParser:
     """Makes a parser that collects the texts of the given options, by name."""
-    parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escaped(about), allow_abbrev=False, add_help=False)
+    parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escape(about), allow_abbrev=False, add_help=False)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
     for title, options in groups.items():
         group = parser.add_argument_group(title)
         for option in options:
             has_default = option.default not in (REQUIRED, None, False, ()) or option.defaults
             default_text = f" (default: {option.defaults or option.default})" if has_default else ""
-            keywords: dict[str, Any] = {"help": _escaped(option.doc + default_text), "default": argparse.SUPPRESS}
+            keywords: dict[str, Any] = {"help": _escape(option.doc + default_text), "default": argparse.SUPPRESS}
             if option.is_flag:
                 group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, **keywords)
             elif option.is_positional:
@@ -328,7 +328,7 @@ def parser_of(prog: str, about: str, groups: Mapping[str, Sequence[Option]]) -> 
     return parser
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%%")
 
 

@@ -31,7 +31,7 @@ class _Names(dict[str, Any]):
             if isinstance(node, ast.ImportFrom):
                 originals = {alias.asname or alias.name: alias.name for alias in node.names}
                 if name in originals:
-                    return _imported(str(node.module), originals[name])
+                    return _imported_value(str(node.module), originals[name])
             if isinstance(node, ast.Import) and name in [alias.name for alias in node.names]:
                 return importlib.import_module(name) if name in sys.stdlib_module_names else _Unknown(name, (), {})
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -53,7 +53,7 @@ def _file_of(module: str) -> Path | None:
     )
 
 
-def _imported(module: str, name: str) -> Any:
+def _imported_value(module: str, name: str) -> Any:
     if module.partition(".")[0] in sys.stdlib_module_names:
         return getattr(importlib.import_module(module), name)
     is_ours = _file_of(module) is not None and _file_of(f"{module}.{name}") is None

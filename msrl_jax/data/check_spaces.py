@@ -59,10 +59,12 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
                 f"{', '.join(parts)}; {_REMEDY}, or convert one of the two"
             )
         bounds = field == "action" or not is_same_space
-        fitted = {path: _fit(array, parts[path], path, name, agents, bounds=bounds) for path, array in arrays.items()}
+        fitted = {path: _fit_field(array, parts[path], path, name, agents, bounds=bounds) for path, array in arrays.items()}
         converted[field] = nest_parts(fitted, field)
     if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
-        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; remove such rows")
+        raise ValueError(
+            f"reward of the data set is {dataset.reward[(*bad[0],)]} {_describe_rows(bad[:, 0])}; remove such rows"
+        )
     _check_masks(dataset, env)
     return dataclasses.replace(dataset, **converted)
 
@@ -78,10 +80,10 @@ def _check_masks(dataset: Dataset, env: Environment) -> None:
     if mask.shape[-1:] != (space.n,):  # type: ignore[attr-defined]
         raise ValueError(f"action_mask of the data set has {mask.shape[-1]} actions in every row, but {name} has {space}")
     if (bad := np.argwhere(~np.take_along_axis(mask, dataset.action.astype(np.int64)[..., None], -1)[..., 0])).size:
-        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; remove such rows")
+        raise ValueError(f"action of the data set is illegal by its action_mask {_describe_rows(bad[:, 0])}; remove such rows")
 
 
-def _fit(values: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
+def _fit_field(values: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
     field_name = f"{field} of the data set"
     field, _, part = field.partition("/")
     kind = "action_space" if field == "action" else f"observation_space/{part}" if part else "observation_space"
@@ -100,7 +102,7 @@ def _fit(values: np.ndarray, space: Space, field: str, name: str, agents: tuple[
     with np.errstate(over="ignore"):
         fitted = values.astype(space.dtype)
     if (bad := np.flatnonzero(~np.isfinite(fitted.reshape(rows.shape)).all((1, 2)))).size:
-        raise ValueError(f"{field_name} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; remove such rows")
+        raise ValueError(f"{field_name} is not finite in {np.dtype(space.dtype)} {_describe_rows(bad)}; remove such rows")
     if not bounds:
         return fitted
     low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
@@ -110,13 +112,13 @@ def _fit(values: np.ndarray, space: Space, field: str, name: str, agents: tuple[
     if (bad := np.flatnonzero(is_outside.any((1, 2)))).size:
         value = rows[bad[0]][is_outside[bad[0]]][0]
         raise ValueError(
-            f"{field_name} is outside the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct "
-            "the space of that environment"
+            f"{field_name} is outside the {kind} of {name}, {space}: it has {value:.6g} {_describe_rows(bad)}; "
+            f"{_REMEDY}, or correct the space of that environment"
         )
     return fitted
 
 
-def _rows(bad: np.ndarray) -> str:
+def _describe_rows(bad: np.ndarray) -> str:
     bad = np.unique(bad)
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 

@@ -133,7 +133,7 @@ class Dataset:
                     f"next_{name} of a data set is {successor.dtype}, but {name} is {obs.dtype}; use the same dtype"
                 )
             differs |= (successor[:-1] != obs[1:]).any(axis=tuple(range(1, obs.ndim)))
-        is_terminated = _terminated(arrays["terminated"], arrays["truncated"])
+        is_terminated = _all_terminated(arrays["terminated"], arrays["truncated"])
         gap = np.append(differs, True) & ~is_terminated & ~arrays["truncated"]
         if gap.any():
             arrays["truncated"] = arrays["truncated"] | gap
@@ -173,10 +173,10 @@ class Dataset:
     @property
     def ended(self) -> np.ndarray:
         """Whether a row ends an episode or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
-        return self.truncated | _terminated(self.terminated, self.truncated)
+        return self.truncated | _all_terminated(self.terminated, self.truncated)
 
     def __repr__(self) -> str:
-        returns, cut = self._returns()
+        returns, cut = self._whole_returns()
         description = f" of {self.about['env']}" if "env" in self.about else ""
         description += f", {self.reward.shape[1]} agents" if self.has_agents else ""
         mean = f": return {significant(returns.mean())} ± {significant(returns.std())}" if len(returns) else ""
@@ -191,7 +191,7 @@ class Dataset:
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
-    def _returns(self) -> tuple[np.ndarray, int]:
+    def _whole_returns(self) -> tuple[np.ndarray, int]:
         """Computes the returns of the complete episodes, summed over the agents, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
@@ -204,7 +204,7 @@ class Dataset:
           `rows`; `episodes`, the number of complete episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of
           the complete episodes, summed over the agents, nan if there are none; and the items of `about`.
         """
-        returns, cut = self._returns()
+        returns, cut = self._whole_returns()
         mean = float(returns.mean()) if len(returns) else float("nan")
         counts = {"rows": len(self), "episodes": len(returns), "cut_episodes": cut}
         return counts | {"mean_return": mean} | dict(self.about)
@@ -314,7 +314,7 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Joins columns `[T, E, ...]`, environment by environment, each cut at its end, dropping steps that are not `valid`."""
     fields = {name: np.swapaxes(np.asarray(array), 0, 1) for name, array in rows.items()}
     cut = np.zeros_like(fields["truncated"])
-    cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
+    cut[:, -1] = ~(fields["truncated"] | _all_terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
     del rows
     for name in fields:  # one after another, since data may be large
@@ -355,6 +355,6 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     return from_columns({name: np.concatenate([arrays[name] for arrays in column_sets]) for name in column_sets[0]}, about)
 
 
-def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
+def _all_terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
     """Whether the episode has terminated, with the shape of `truncated`; with several agents, whether all have."""
     return terminated if terminated.ndim == truncated.ndim else np.all(terminated, -1)

@@ -128,7 +128,7 @@ def read_parts(folder: Path) -> Dataset:
     parts = []
     for path in paths:
         try:
-            arrays, names = _npz(path)
+            arrays, names = _load_npz(path)
             if not set(FIELDS) <= set(top_fields(names)):
                 raise ValueError(f"it has {', '.join(names)}")
         except _DAMAGED as error:
@@ -145,7 +145,7 @@ def read_parts(folder: Path) -> Dataset:
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
 
 
-def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _load_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Returns the arrays of a data set in a file, and the names of everything in the file."""
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
@@ -154,14 +154,14 @@ def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _read_npz(path: Path) -> Dataset:
     try:
-        arrays, names = _npz(path)
+        arrays, names = _load_npz(path)
         about = parse_json(str(arrays.pop(ABOUT, "{}")))
     except _DAMAGED as error:
         raise ValueError(f"{path} is not an npz file of numbers, or it is damaged ({error}); write it again") from error
-    return _dataset(path, arrays, about, names)
+    return _make_dataset(path, arrays, about, names)
 
 
-def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
+def _make_dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
     if missing := [name for name in FIELDS if name not in top_fields(names)]:
         raise ValueError(
             f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
@@ -213,14 +213,14 @@ def _read_parquet(path: Path) -> Dataset:
     arrays = {}
     for name in table.column_names:
         if top_fields([name]).keys() <= {*FIELDS, *OPTIONAL}:
-            values = _array(table[name].combine_chunks(), f"column {name} of {path}")
+            values = _column_array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = values.reshape(len(values), *metadata["shapes"][name]) if metadata else values
     if CUT in metadata:
         arrays[CUT] = np.isin(np.arange(len(table)), metadata[CUT])
-    return _dataset(path, arrays, metadata.get(ABOUT, {}), table.column_names)
+    return _make_dataset(path, arrays, metadata.get(ABOUT, {}), table.column_names)
 
 
-def _array(column: Any, name: str) -> np.ndarray:
+def _column_array(column: Any, name: str) -> np.ndarray:
     pa, compute = _require("pyarrow", "Parquet"), _require("pyarrow.compute", "Parquet")
     shape = [len(column)]
     while True:
@@ -242,7 +242,7 @@ def _read_minari(source: str | Path) -> Dataset:
     folder = source if isinstance(source, Path) else storage.get_dataset_path(source)
     folder = folder / "data" if isinstance(source, str) or (folder / "data").is_dir() else folder
     try:
-        refusal = _reaches_out(folder)
+        refusal = _why_unsafe(folder)
         minari_dataset = None if refusal else minari.MinariDataset(folder)
         episodes = [] if minari_dataset is None else [vars(episode) for episode in minari_dataset.iterate_episodes()]
     except (OSError, KeyError, ValueError, TypeError, AssertionError, RuntimeError) as error:
@@ -261,7 +261,7 @@ def _read_minari(source: str | Path) -> Dataset:
     return from_episodes(episodes, about)
 
 
-def _reaches_out(folder: Path) -> str | None:
+def _why_unsafe(folder: Path) -> str | None:
     """Why a Minari data set is refused: reading it would run code or read other files; None if it is safe."""
     metadata = dict(parse_json((folder / "metadata.json").read_bytes()))
     if missing := [name for name in ("observation_space", "action_space") if not isinstance(metadata.get(name), str)]:
@@ -311,7 +311,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
-        rows = _rows(_steps(episode, f"episode {number}"), f"episode {number}")
+        rows = _episode_rows(_episode_arrays(episode, f"episode {number}"), f"episode {number}")
         if number and (odd := sorted(rows.keys() ^ columns.keys())):
             raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; all need the same parts of observations")
         for name, array in rows.items():
@@ -325,7 +325,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     return from_columns({name: np.concatenate(parts) for name, parts in columns.items()}, about or {})
 
 
-def _steps(episode: object, episode_name: str) -> Mapping[str, Any]:
+def _episode_arrays(episode: object, episode_name: str) -> Mapping[str, Any]:
     """Returns the arrays of an episode; in RLDS, they are under `steps`, which may be a list of single steps."""
     if not isinstance(episode, Mapping):
         raise ValueError(f"{episode_name} is {shown(episode)}; pass a list of episodes, each a dict of arrays")
@@ -338,7 +338,7 @@ def _steps(episode: object, episode_name: str) -> Mapping[str, Any]:
     return jax.tree.map(lambda *xs: np.stack(xs), *map(dict, rows))
 
 
-def _rows(episode: Mapping[str, Any], episode_name: str) -> dict[str, np.ndarray]:
+def _episode_rows(episode: Mapping[str, Any], episode_name: str) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     obs: dict[str, np.ndarray] = {}
     terminal = False

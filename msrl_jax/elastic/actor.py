@@ -159,7 +159,7 @@ def act(
 
     def act_at(address: str, actor: _Actor) -> None:
         try:
-            outcomes.append(_act(address, actor, limit, say))
+            outcomes.append(_act_for_learner(address, actor, limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(addresses) > 1:  # the others may run for days
@@ -199,7 +199,7 @@ def _resolve_address(address: str) -> tuple[str, int]:
         raise WireError(str(error)) from error
 
 
-def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], object]) -> int:
+def _act_for_learner(address: str, actor: _Actor, limit: float, say: Callable[[str], object]) -> int:
     wait_start, attempts = time.monotonic(), 0
     while not actor.is_leaving:
         try:

@@ -127,7 +127,7 @@ class ActorPool:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._opened = self._runner.get_loop(), asyncio.Event()
         self._listening = self._loop.create_task(self._listen())
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, daemon=True)
         self._thread.start()
 
     def open(self, run: Run) -> None:
@@ -179,7 +179,7 @@ class ActorPool:
 
     def ready(self, seconds: float) -> bool:
         """Whether an unroll to learn from arrives within `seconds`."""
-        self._next_unroll = self._next_unroll or self._take(seconds)
+        self._next_unroll = self._next_unroll or self._next_usable(seconds)
         return self._next_unroll is not None
 
     def waiting(self) -> None:
@@ -188,10 +188,10 @@ class ActorPool:
 
     def take(self) -> Unroll | None:
         """Returns the next unroll to learn from; None if none arrives within a second."""
-        unroll, self._next_unroll = self._next_unroll or self._take(_QUIET), None
+        unroll, self._next_unroll = self._next_unroll or self._next_usable(_QUIET), None
         return unroll
 
-    def _take(self, seconds: float) -> Unroll | None:
+    def _next_usable(self, seconds: float) -> Unroll | None:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -212,14 +212,14 @@ class ActorPool:
         """Sends an actor the newest parameters."""
         self._loop.call_soon_threadsafe(actor.answers.put_nowait, self._newest)
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         """Runs the thread that talks to actors."""
         with self._runner, contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._listening)
 
     async def _listen(self) -> None:
         """Accepts connections, but only a limited number that have not yet proved that they have the key."""
-        places, loop, max_file = asyncio.Semaphore(_UNPROVED), asyncio.get_running_loop(), _files()
+        places, loop, max_file = asyncio.Semaphore(_UNPROVED), asyncio.get_running_loop(), _raise_file_limit()
         self._listener.setblocking(False)
         while True:
             await places.acquire()
@@ -313,7 +313,7 @@ class ActorPool:
             await actor.peer.send({"version": newest.version, "life": self._log.life, "changed": num_changed}, arrays)
             header, payload = await actor.peer.receive(wire.size_of(kinds))
             try:
-                number, life, version = (_count(header[name]) for name in ("unroll", "life", "version"))
+                number, life, version = (_read_count(header[name]) for name in ("unroll", "life", "version"))
                 if header["run"] != self._log.run:
                     raise ValueError("its token is from another run")
                 if not self._log.has_published(life, version, newest.version):
@@ -322,7 +322,7 @@ class ActorPool:
             except (KeyError, ValueError, WireError) as error:
                 self._log.refuse(actor.ticket, str(error))
                 raise Refusal(f"its message is not an unroll of this run: {error}; restart the actor") from None
-            flaw = self._flaw(unroll_arrays)
+            flaw = self._describe_flaw(unroll_arrays)
             actor.flawed = 0 if flaw is None else actor.flawed + 1
             if flaw is not None and actor.flawed in (1, _FLAWED):
                 self._say(f"an unroll of the actor with ticket {actor.ticket} is not used: {flaw}")
@@ -330,7 +330,7 @@ class ActorPool:
             if actor.flawed == _FLAWED:
                 raise Refusal(f"{flaw}, as in {_FLAWED} consecutive unrolls; look for the cause in its environments")
 
-    def _flaw(self, arrays: Sequence[np.ndarray]) -> str | None:
+    def _describe_flaw(self, arrays: Sequence[np.ndarray]) -> str | None:
         """Describes the non-finite values in an unroll if only the actor can be the cause."""
         label = next((label for i, label in self._learned.items() if not np.isfinite(arrays[i]).all()), None)
         if label is None or not all(np.isfinite(x).all() for x in self._newest.packed if _is_float(x)):
@@ -338,7 +338,7 @@ class ActorPool:
         return f"{label} has non-finite values"
 
 
-def _count(value: object) -> int:
+def _read_count(value: object) -> int:
     """Returns a count from a message; raises ValueError if it is not one."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
@@ -349,7 +349,7 @@ def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _files() -> int:
+def _raise_file_limit() -> int:
     """Raises the limit of open files as far as allowed; returns the first file number that is reserved for saving."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < (limit := min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES):

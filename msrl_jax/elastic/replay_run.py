@@ -43,7 +43,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
     description, lines = read_description(folder), read_log(folder / FILE)
     begins = [0, *(resumed["iteration"] for resumed in description["resumed"])]
     # A learner that was killed as it started may be recorded in only one of the two.
-    if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
+    if not lines or _without_repeats(line["begins"] for line in lines if "begins" in line) != _without_repeats(begins):
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
     if any("gap" in line for line in lines):
         raise RunFolderError(f"{folder / FILE} has a gap where lines could not be written, so the run cannot be replayed")
@@ -69,7 +69,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
     return innermost(jax.tree.unflatten(jax.tree.structure(replay.programs[-1].state), replay.leaves))
 
 
-def _changes(numbers: Iterable[int]) -> list[int]:
+def _without_repeats(numbers: Iterable[int]) -> list[int]:
     return [number for number, _ in itertools.groupby(numbers)]
 
 

@@ -65,7 +65,7 @@ class Halves:
         values = self._constants()
         for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
             values.update(dict.fromkeys(self.schedule.inputs[position], x))
-        _run(self.acting, values)
+        _run_instructions(self.acting, values)
         return [values[self.schedule.outputs[i][0]] for i in self.private], [values[v] for v in self.sent]
 
     def learn(self, leaves: Sequence[jax.Array], sent_arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -76,8 +76,10 @@ class Halves:
         for i in self.acting:  # bind received values to their destinations
             if isinstance(i, Move):
                 values.update((r, values[s]) for s, r in zip(i.sources, i.results, strict=True) if s in values)
-        _run(self.learning, values)
-        next_leaves = [x if i in self.private else values[_learned(self.schedule.outputs[i])] for i, x in enumerate(leaves)]
+        _run_instructions(self.learning, values)
+        next_leaves = [
+            x if i in self.private else values[_learner_copy(self.schedule.outputs[i])] for i, x in enumerate(leaves)
+        ]
         return next_leaves, [values[v] for v in self.schedule.metrics]
 
     @cached_property
@@ -100,19 +102,21 @@ def split(schedule: Schedule, make_error: Callable[[str], Exception]) -> Halves:
     body = [i for i in schedule.body if not isinstance(i, Free)]
     if not all(isinstance(i, RunProgram | Move) for i in body):
         raise make_error("its actors and its learner exchange data at every step")
-    first_learning = next((k for k, i in enumerate(body) if isinstance(i, RunProgram) and not _acts(i.placement)), len(body))
+    first_learning = next(
+        (k for k, i in enumerate(body) if isinstance(i, RunProgram) and not _is_of_actors(i.placement)), len(body)
+    )
     acting, learning = tuple(body[:first_learning]), tuple(body[first_learning:])
     if buffers := [name for i in body if isinstance(i, RunProgram) and "buffer" in i.roles for name in i.fragments]:
         raise make_error(f"its replay buffer ({buffers[0]}) keeps the steps of every environment in order")
-    up = [i for i in acting if isinstance(i, Move) and _acts(i.sources[0].placement)]
-    if not learning or not up or any(_acts(i.placement) if isinstance(i, RunProgram) else True for i in learning):
+    up = [i for i in acting if isinstance(i, Move) and _is_of_actors(i.sources[0].placement)]
+    if not learning or not up or any(_is_of_actors(i.placement) if isinstance(i, RunProgram) else True for i in learning):
         raise make_error("its actors wait for results of the learner from their data in the same iteration")
     actor_values = {v for i in acting if isinstance(i, RunProgram) for v in i.makes()}
     crossing = dict.fromkeys(s for i in up for s in i.sources)
     crossing |= dict.fromkeys(v for v in schedule.metrics if v in actor_values)
     actor_reads = {v for i in acting for v in i.reads()}
     pairs = list(enumerate(schedule.inputs))
-    private = tuple(k for k, copies in pairs if all(_acts(v.placement) for v in copies))
+    private = tuple(k for k, copies in pairs if all(_is_of_actors(v.placement) for v in copies))
     published = tuple(k for k, copies in pairs if k not in private and not actor_reads.isdisjoint(copies))
     kinds = [(schedule.inputs[k][0].label, schedule.inputs[k][0].aval) for k in published]
     for label, aval in [*kinds, *((v.label, v.aval) for v in crossing)]:
@@ -121,16 +125,16 @@ def split(schedule: Schedule, make_error: Callable[[str], Exception]) -> Halves:
     return Halves(schedule, acting, learning, private, published, tuple(crossing))
 
 
-def _acts(placement: Placement) -> bool:
+def _is_of_actors(placement: Placement) -> bool:
     return placement.name == "actors"
 
 
-def _learned(copies: Sequence[Value]) -> Value:
+def _learner_copy(copies: Sequence[Value]) -> Value:
     """Returns the learner's copy."""
-    return next(v for v in copies if not _acts(v.placement))
+    return next(v for v in copies if not _is_of_actors(v.placement))
 
 
-def _run(instructions: Sequence[Instruction], values: dict[Value, jax.Array]) -> None:
+def _run_instructions(instructions: Sequence[Instruction], values: dict[Value, jax.Array]) -> None:
     """Evaluates programs and moves in order."""
     for i in instructions:
         if isinstance(i, RunProgram):

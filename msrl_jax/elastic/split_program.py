@@ -34,21 +34,21 @@ class SplitProgram:
         """The sharding of all arrays."""
         return jax.sharding.SingleDeviceSharding(self.device)
 
-    def _placed(self, kinds: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def _placed_types(self, kinds: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=self.sharding) for kind in kinds]
 
     @functools.cached_property
     def learn(self) -> jax.stages.Compiled:
         """`(leaves of the state, sent arrays) -> (next leaves, metrics)`; donates the leaves."""
-        leaves, sent_types = self._placed(jax.tree.leaves(self.state)), self._placed(self.halves.sent_kinds)
+        leaves, sent_types = self._placed_types(jax.tree.leaves(self.state)), self._placed_types(self.halves.sent_kinds)
         return lower_jitted(jax.jit(self.halves.learn, donate_argnums=0), leaves, sent_types)()
 
     @functools.cached_property
     def act(self) -> jax.stages.Compiled:
         """`(leaves of an actor, published arrays) -> (its next leaves, arrays to send)`."""
         leaves = jax.tree.leaves(self.state)
-        private = self._placed([leaves[i] for i in self.halves.private])
-        return lower_jitted(jax.jit(self.halves.act), private, self._placed(self.halves.published_kinds))()
+        private = self._placed_types([leaves[i] for i in self.halves.private])
+        return lower_jitted(jax.jit(self.halves.act), private, self._placed_types(self.halves.published_kinds))()
 
     def initial_leaves(self, ticket: int) -> list[jax.Array]:
         """Returns the initial leaves of an actor: those of the run itself for ticket 0, from a separate key for other

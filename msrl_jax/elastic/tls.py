@@ -46,7 +46,7 @@ def contexts(note: Callable[[str], object] | None = None) -> tuple[ssl.SSLContex
         if note is None:
             correct = f", or correct the variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else ""
             raise ValueError(f"the key {path} does not exist; start the learner first to create it, or copy its key{correct}")
-        _make(path)
+        _make_key(path)
         note(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():
         raise ValueError(f"the key {path} is not a file; set {KEY_VARIABLE} to a file")
@@ -72,7 +72,7 @@ def contexts(note: Callable[[str], object] | None = None) -> tuple[ssl.SSLContex
     return learner, actor
 
 
-def _make(path: Path) -> None:
+def _make_key(path: Path) -> None:
     """Writes a new key, unless another process is faster."""
     try:
         from cryptography import x509

@@ -46,15 +46,15 @@ class Peer:
     async def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message."""
         with _as_wire_error():
-            self._writer.write(_message(header, arrays))
+            self._writer.write(_encode_message(header, arrays))
             await self._writer.drain()
 
     async def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
         """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
         with _as_wire_error():
-            lengths = _lengths(await self._reader.readexactly(_LENGTHS.size), payload)
+            lengths = _read_lengths(await self._reader.readexactly(_LENGTHS.size), payload)
             header, arrays = [await self._reader.readexactly(length) for length in lengths]
-            return _header(header), memoryview(arrays)
+            return _read_header(header), memoryview(arrays)
 
     async def wait_until_closed(self) -> None:
         """Discards remaining messages until the other end closes the connection.
@@ -79,14 +79,14 @@ class Channel:
     def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message."""
         with _as_wire_error():
-            self._connection.sendall(_message(header, arrays))
+            self._connection.sendall(_encode_message(header, arrays))
 
     def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
         """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
         with _as_wire_error():
-            lengths = _lengths(self._read(_LENGTHS.size), payload)
+            lengths = _read_lengths(self._read(_LENGTHS.size), payload)
             header, arrays = [self._read(length) for length in lengths]
-            return _header(header), arrays
+            return _read_header(header), arrays
 
     def _read(self, length: int) -> memoryview:
         buffer, start = memoryview(bytearray(length)), 0
@@ -121,20 +121,20 @@ def _as_wire_error() -> Iterator[None]:
         raise WireError(str(error) or type(error).__name__) from error
 
 
-def _message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+def _encode_message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     text = json.dumps(header).encode()
     parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
     return b"".join([_LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts])
 
 
-def _lengths(lengths: bytes | memoryview, payload: int) -> tuple[int, int]:
+def _read_lengths(lengths: bytes | memoryview, payload: int) -> tuple[int, int]:
     header, arrays = _LENGTHS.unpack(lengths)
     if header > _HEADER or arrays > payload:
         raise WireError(f"a message has {header} and {arrays} bytes, but at most {_HEADER} and {payload} were expected")
     return header, arrays
 
 
-def _header(text: bytes | memoryview) -> dict[str, Any]:
+def _read_header(text: bytes | memoryview) -> dict[str, Any]:
     header = json.loads(bytes(text))
     if not isinstance(header, dict):
         raise WireError("a message has no header")
@@ -174,7 +174,7 @@ async def accept(connection: socket.socket, context: ssl.SSLContext) -> Peer:
     """The actor of a connection, once both ends have proved that they have the key; see `connect`."""
     reader = asyncio.StreamReader(2**20)
     protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
-    with _proving(), _as_wire_error():
+    with _as_permission_error(), _as_wire_error():
         _keep_alive(connection)
         transport, _ = await loop.connect_accepted_socket(
             lambda: protocol, connection, ssl=context, ssl_handshake_timeout=PATIENCE
@@ -187,7 +187,7 @@ def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
     with _as_wire_error():
         connection = socket.create_connection(address, PATIENCE)
     try:
-        with _proving(), _as_wire_error():
+        with _as_permission_error(), _as_wire_error():
             _keep_alive(connection)
             connection = context.wrap_socket(connection)
             connection.settimeout(None)
@@ -198,7 +198,7 @@ def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
 
 
 @contextlib.contextmanager
-def _proving() -> Iterator[None]:
+def _as_permission_error() -> Iterator[None]:
     try:
         yield
     except WireError as error:

@@ -41,12 +41,12 @@ class _Model(nn.Module):
 
     def represent(self, obs: jax.Array) -> jax.Array:
         """Maps observations `[..., *observation_shape]` to latent states `[..., H]`."""
-        return _scaled(self.first_latent(self.representation(obs)))
+        return _rescale(self.first_latent(self.representation(obs)))
 
     def step(self, latent: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps latent states `[..., H]` and actions `[...]` to the next latent states, and rewards `[...]`."""
         features = self.dynamics(latent, jax.nn.one_hot(action, self.num_actions, dtype=jnp.float32))
-        return _scaled(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
+        return _rescale(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
 
     def predict(self, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps latent states `[..., H]` to logits of actions `[..., A]`, and values `[...]`."""
@@ -54,7 +54,7 @@ class _Model(nn.Module):
         return self.policy_head(features), self.value_head(features)[..., 0]
 
 
-def _scaled(x: jax.Array) -> jax.Array:
+def _rescale(x: jax.Array) -> jax.Array:
     """Latent states `[..., H]` scaled to [0, 1], like actions (arXiv 1911.08265, appendix G)."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     return (x - low) / (high - low + 1e-5)

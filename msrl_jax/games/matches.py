@@ -135,7 +135,7 @@ def match(
         raise ValueError(f"a match needs two players, but environment {env_name(game)!r} does not have two agents")
     games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
     max_steps = whole("max_steps", max_steps, most=2**31 - 1)
-    players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
+    players = [p if isinstance(p, Player) else _player_of(p, game) for p in (one, two)]
     if other_games := [p.game for p in players if p.game not in (None, env_name(game))]:
         raise ValueError(f"a player of {other_games[0]!r} cannot play {env_name(game)!r}; make it for this game")
     venv = envs.vectorize(game, games)
@@ -180,7 +180,7 @@ def match(
     return Match(**outcome)
 
 
-def _of_result(result: Result, game: Any) -> Player:
+def _player_of(result: Result, game: Any) -> Player:
     """Returns the player of a run: the most probable actions of its best member."""
     if not isinstance(result, Result):
         raise TypeError(f"a player is {shown(result)}; pass a run's result, or a Player, such as minimax(env, 3)")

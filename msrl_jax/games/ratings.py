@@ -95,7 +95,7 @@ def round_robin(
     if not isinstance(players, Mapping):
         raise TypeError(f"players is a {type(players).__name__}; pass a dict of players by name")
     names = tuple(players)
-    _check(names, anchor, rating, virtual_draws)
+    _check_arguments(names, anchor, rating, virtual_draws)
     game = make(env) if isinstance(env, str) else env
     points, cut = np.zeros((len(names), len(names))), 0
     pairs = list(itertools.combinations(range(len(names)), 2))
@@ -135,7 +135,7 @@ def bradley_terry(
         ratings are infinite: some players have no points against all others, possibly because they never met.
     """
     names = tuple(players)
-    fixed = _check(names, anchor, rating, virtual_draws)
+    fixed = _check_arguments(names, anchor, rating, virtual_draws)
     points = np.array(points, np.float64)
     if points.shape != (len(names),) * 2 or not (np.isfinite(points) & (points >= 0)).all() or points.diagonal().any():
         raise ValueError(
@@ -162,7 +162,7 @@ def bradley_terry(
     return Ratings(names, points, np.rint(games).astype(np.int64), rating + ELO * strength, error)
 
 
-def _check(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
+def _check_arguments(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
     """Returns the number of the anchored player; raises ValueError if an argument is invalid."""
     if len(names) < 2 or len(set(names)) < len(names):
         raise ValueError(f"players={list(names)}: pass at least two players, with different names")

@@ -51,7 +51,7 @@ class RockPaperScissors(NamedEnvironment):
 
         Raises ValueError unless the policy has probabilities.
         """
-        one, two = _checked(policy, np.ones((2, 1, 3), bool))[:, 0]
+        one, two = _check_policy(policy, np.ones((2, 1, 3), bool))[:, 0]
         return float(((self.payoffs @ two).max() + (-one @ self.payoffs).max()) / 2)
 
 
@@ -126,7 +126,7 @@ class KuhnPoker(NamedEnvironment):
         Raises ValueError unless the policy has probabilities of legal actions in the states of `information_states`.
         """
         legal = np.broadcast_to([False, True, True], (2, 6, 3))
-        one, two = (p[:, 2].reshape(2, 3) for p in _checked(policy, legal))
+        one, two = (p[:, 2].reshape(2, 3) for p in _check_policy(policy, legal))
         pure = np.array(list(itertools.product([0.0, 1.0], repeat=6))).reshape(-1, 2, 3)  # contains a best response
         return float((_kuhn_value(pure, two[None]).max() - _kuhn_value(one[None], pure).min()) / 2)
 
@@ -153,7 +153,7 @@ def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.mean(values, axis=0)
 
 
-def _checked(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
+def _check_policy(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
     """Returns the policy in float64; raises ValueError unless it has probabilities of legal actions."""
     policy = np.asarray(policy, np.float64)
     if policy.shape != legal.shape:

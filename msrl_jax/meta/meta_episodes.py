@@ -107,7 +107,7 @@ class RL2(EnvironmentWrapper):
 
         return report
 
-    def _reported(self, env_state: PyTree) -> jax.Array:
+    def _metric_values(self, env_state: PyTree) -> jax.Array:
         metric_values = reported(self.env, env_state)
         return jnp.zeros(0, jnp.float32) if metric_values is None else metric_values
 
@@ -120,7 +120,7 @@ class RL2(EnvironmentWrapper):
         """Starts a meta-episode."""
         env_state, obs = self.env.reset(key)
         zero, none = jnp.zeros((), jnp.int32), jnp.asarray(False)
-        metric_values = self._reported(env_state)
+        metric_values = self._metric_values(env_state)
         state = RL2State(
             env_state, obs, obs, jnp.zeros((), jnp.float32), none, zero, zero, jnp.zeros(4, jnp.float32), metric_values
         )
@@ -131,7 +131,7 @@ class RL2(EnvironmentWrapper):
         step_key, reset_key = jax.random.split(key)
         env_state, obs, reward, terminated, truncated = self.env.step(step_key, state.env_state, action)
         steps, episode_steps = state.steps + 1, state.episode_steps + 1
-        metric_values = self._reported(env_state)  # before another episode starts
+        metric_values = self._metric_values(env_state)  # before another episode starts
         episode_ended = terminated | truncated | (episode_steps >= self.episode_length)
         continued, fresh = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
         env_state, next_episode_obs, episode_steps = jax.tree.map(

@@ -60,7 +60,7 @@ class TabularMDP:
 
     def with_params(self, params: Mapping[str, Any]) -> "TabularMDP":
         """Returns the MDP with other, possibly traced, tables."""
-        return _with(self, params)
+        return _replace_tables(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Starts an episode; the state is the observation."""
@@ -103,7 +103,7 @@ class BernoulliBandit:
 
     def with_params(self, params: Mapping[str, Any]) -> "BernoulliBandit":
         """Returns the bandit with other, possibly traced, probabilities."""
-        return _with(self, params)
+        return _replace_tables(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Starts an episode; the observation is always 0."""
@@ -115,7 +115,7 @@ class BernoulliBandit:
         return state, state, reward, jnp.asarray(False), jnp.asarray(False)
 
 
-def _with(env: Any, params: Mapping[str, Any]) -> Any:
+def _replace_tables(env: Any, params: Mapping[str, Any]) -> Any:
     copied_env = copy.copy(env)
     for name, value in params.items():
         object.__setattr__(copied_env, name, value)

@@ -59,7 +59,7 @@ class Failure:
         member, *indices = origin.index if has_members and origin.index else (None, *origin.index)
         if not indices or origin.role != "env":
             return cls(iteration, member, None, origin)
-        agent = _agent(env, origin.path, indices[1]) if has_agents(env) and len(indices) > 1 else None
+        agent = _agent_name(env, origin.path, indices[1]) if has_agents(env) and len(indices) > 1 else None
         return cls(iteration, member, indices[0], origin, agent)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Failure:
             cause, result = "code outside the fragments made", o.value
         elif o.role == "env":
             faults = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
-            fields = _fields(o.path)
+            fields = _field_names(o.path)
             part = "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
             effect = faults[0] if faults else f"returned {part}{o.value}"
             cause = f"{environment} {effect}: fragment {o.fragment!r} (role 'env') has"
@@ -90,16 +90,16 @@ class Failure:
         )
 
 
-def _fields(path: str) -> set[str]:
+def _field_names(path: str) -> set[str]:
     """Returns the names in a pytree path."""
     return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
 
 
-def _agent(env: Any, path: str, number: int) -> str | None:
+def _agent_name(env: Any, path: str, number: int) -> str | None:
     """Returns the name of an agent, given its index in an array `[E, A, ...]` of its team; None if the path is not such an
     array.
     """
-    if not _fields(path) & (_REWARDS | _OBSERVATIONS):
+    if not _field_names(path) & (_REWARDS | _OBSERVATIONS):
         return None
     members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))
     return env.agents[members[number]]

@@ -109,7 +109,7 @@ def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]
             yield from _fragments(sub.eqns, name)
 
 
-def _value(env: Mapping[Var, jax.Array], atom: Atom) -> jax.Array:
+def _value_of(env: Mapping[Var, jax.Array], atom: Atom) -> jax.Array:
     return jnp.asarray(atom.val, aval(atom).dtype) if isinstance(atom, Literal) else env[atom]
 
 
@@ -130,7 +130,7 @@ class _Search:
     def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         env = dict(env)
         for eqn in eqns:
-            outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))
+            outs = self.function(eqn)(*(_value_of(env, a) for a in eqn.invars))
             env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
         return env
 
@@ -165,23 +165,23 @@ class _Search:
         if not causes:
             return next(iter(bad_inputs), None)
         eqn = eqns[min(causes)]
-        return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
+        return _Cause(eqn, tuple(_value_of(env, a) for a in eqn.invars), step)
 
     def part(self, cause: _Cause) -> tuple[_Cause | None, bool]:
         """Returns the cause inside a cause, if any, and whether the result is non-finite if the parts run one by one."""
         eqn, ins = cause.eqn, cause.operands
         if eqn.primitive is scan_p:
-            return self._step(eqn, ins)
+            return self._cause_in_scan(eqn, ins)
         body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
         if eqn.primitive is cond_p:
             branches = eqn.params["branches"]
             body, ins = branches[int(np.clip(int(ins[0]), 0, len(branches) - 1))], ins[1:]
         if body is None:
             return None, True
-        inner_cause, outs = self._of_body(body, ins, None)
+        inner_cause, outs = self._cause_in_body(body, ins, None)
         return inner_cause, not all(map(is_finite, outs))
 
-    def _of_body(
+    def _cause_in_body(
         self, body: ClosedJaxpr, ins: Sequence[jax.Array], step: tuple[int, int] | None
     ) -> tuple[_Cause | None, list[jax.Array]]:
         """Returns the cause in the body of a computation, if any, and the body's results."""
@@ -189,9 +189,9 @@ class _Search:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
         env = self.values(jaxpr.eqns, env)
         cause = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
-        return cause if isinstance(cause, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
+        return cause if isinstance(cause, _Cause) else None, [_value_of(env, a) for a in jaxpr.outvars]
 
-    def _step(self, eqn: JaxprEqn, ins: Sequence[jax.Array]) -> tuple[_Cause | None, bool]:
+    def _cause_in_scan(self, eqn: JaxprEqn, ins: Sequence[jax.Array]) -> tuple[_Cause | None, bool]:
         """Returns the cause in the first scan step with a non-finite carry or output, as returned by `part`."""
         scan = scan_parts(eqn)
         carry_end = scan.num_consts + scan.num_carry
@@ -199,7 +199,7 @@ class _Search:
         is_bad = False
         for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             rows = [x[step] for x in xs]
-            cause, outs = self._of_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
+            cause, outs = self._cause_in_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
             if cause is not None:
                 return cause, True
             is_bad |= not all(map(is_finite, outs))
@@ -215,7 +215,7 @@ class _Search:
         marked, innermost = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
         eqn, operands = chain[marked[-1]][:2] if marked else innermost[:2]
         outs = self.function(eqn)(*operands)
-        paths, order = _results(eqn) if marked else ([""] * len(outs), None)
+        paths, order = _result_paths(eqn) if marked else ([""] * len(outs), None)
         first_result, *other_results = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=order)
         bad = np.asarray(outs[first_result])
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
@@ -235,12 +235,12 @@ class _Search:
             primitive=innermost.eqn.primitive.name,
             source=next(filter(None, lines), None),
             eager=is_bad,
-            constant=_constant(innermost),
+            constant=_describe_constant(innermost),
             operands=operands if marked else (),
         )
 
 
-def _constant(cause: _Cause) -> str | None:
+def _describe_constant(cause: _Cause) -> str | None:
     """Returns the first non-finite operand or constant of a computation; None if all are finite."""
     inner = [a.val for jaxpr in sub_jaxprs(cause.eqn) for a in jaxpr.outvars if isinstance(a, Literal)]
     for value in map(np.asarray, (value for value in (*cause.operands, *inner) if not is_finite(jnp.asarray(value)))):
@@ -249,7 +249,7 @@ def _constant(cause: _Cause) -> str | None:
     return None
 
 
-def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
+def _result_paths(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
     """Returns the paths of a fragment's results, and their order: shortest path first, then order of computation."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
     paths = jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]

@@ -23,7 +23,7 @@ LOCATE_SECONDS = 300.0  # approximate maximum time to repeat iterations to find 
 
 def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
     """Finds the origin of the first non-finite value of a run, and writes the file for `replay_step`."""
-    failure = _failure(run, guard)
+    failure = _find_failure(run, guard)
     if isinstance(failure, str):
         return dataclasses.replace(finding, note=failure)
     finding = dataclasses.replace(finding, iteration=failure.iteration, failure=failure, member=failure.member)
@@ -37,7 +37,7 @@ def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
     return dataclasses.replace(finding, replay=path)
 
 
-def _failure(run: Run, guard: Guard) -> Failure | str:
+def _find_failure(run: Run, guard: Guard) -> Failure | str:
     """Returns the cause, or the reason why it is unknown."""
     if not guard.can_read:
         return "The state is distributed over several processes, so the cause was not searched for."
@@ -81,8 +81,8 @@ def search(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[int,
     counted after the leaves), or None if the iteration is finite there. Returns None if all iterations are finite this time.
     """
     leaves = jax.tree.leaves(run.program.unwrap(state))
-    while (good := _last_good(watch, run, state, iterations)) is not None:
-        origin = _origin(watch, run.program, good[0])
+    while (good := _last_good_state(watch, run, state, iterations)) is not None:
+        origin = _find_origin(watch, run.program, good[0])
         if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
             return good[1], origin
         # A part of the state that is not watched, such as the environment's own, is the cause: find its first nan.
@@ -90,7 +90,7 @@ def search(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[int,
     return None
 
 
-def _last_good(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[PyTree, int] | None:
+def _last_good_state(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[PyTree, int] | None:
     """Returns a finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
@@ -105,7 +105,7 @@ def _last_good(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[
     return state, low
 
 
-def _origin(watch: Watch, program: Program, state: PyTree) -> Origin | int | None:
+def _find_origin(watch: Watch, program: Program, state: PyTree) -> Origin | int | None:
     """Returns the origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]

@@ -186,7 +186,7 @@ def fitted_q(
     episodes = dataset.episodes
     if len(episodes.start) < 2:
         raise ValueError("the data are a single episode, but an interval needs several; collect more")
-    obs, next_obs = (_with_masks(dataset, name) for name in MASKS)
+    obs, next_obs = (_masked_obs(dataset, name) for name in MASKS)
     next_actions = policy_actions(env.action_space, _actions_of(act, next_obs))
     firsts = jax.tree.map(lambda x: x[episodes.start], obs)
     first_actions = policy_actions(env.action_space, _actions_of(act, firsts))
@@ -196,7 +196,7 @@ def fitted_q(
         obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, next_actions
     )
     sampled_episodes = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
-    order, counts = _rows_of(episodes, sampled_episodes)
+    order, counts = _bootstrap_rows(episodes, sampled_episodes)
 
     critics = heads_of(space).critics(env.observation_space, space, 1, settings)
     optimizer = optax.adam(settings.learning_rate)
@@ -284,7 +284,7 @@ def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
     return sums
 
 
-def _rows_of(episodes: Episodes, sampled_episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bootstrap_rows(episodes: Episodes, sampled_episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows of each fit's episodes, concatenated and padded to equal lengths; and their number without padding."""
     rows_of_episodes = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
     rows = [np.concatenate([rows_of_episodes[e] for e in fit_episodes]) for fit_episodes in sampled_episodes]
@@ -313,6 +313,6 @@ def _actions_of(act: Callable[[PyTree], jax.Array | np.ndarray], obs: PyTree) ->
     return np.concatenate(parts)[:count]
 
 
-def _with_masks(dataset: Dataset, name: str) -> Any:
+def _masked_obs(dataset: Dataset, name: str) -> Any:
     obs = getattr(dataset, name)
     return MaskedObservation(obs, getattr(dataset, MASKS[name])) if dataset.has_masks else obs

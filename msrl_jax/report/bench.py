@@ -63,7 +63,7 @@ class Measurement:
         place = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
         setting = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
-        rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
+        rates = f"{self.steps_per_second:,.0f} steps/s, {_format_rate(self.updates_per_second)} updates/s"
         dispatch = (
             ""
             if self.instructions is None
@@ -81,10 +81,10 @@ class Runner:
     def __init__(self, step: Callable[[PyTree], PyTree], state: PyTree, steps: int):
         """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
         self._step, self._state, self._steps = step, state, steps
-        self._chunks(1)
-        self.rate = self._chunks(1)
+        self._run_chunks(1)
+        self.rate = self._run_chunks(1)
 
-    def _chunks(self, count: int) -> float:
+    def _run_chunks(self, count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             self._state = self._step(self._state)
@@ -93,7 +93,7 @@ class Runner:
 
     def run(self, seconds: float) -> float:
         """Runs whole chunks for about `seconds` and returns environment steps per second."""
-        return self._chunks(max(1, round(seconds * self.rate / self._steps)))
+        return self._run_chunks(max(1, round(seconds * self.rate / self._steps)))
 
 
 def interleave(runners: Sequence[Runner], seconds: float, repeats: int) -> list[tuple[float, ...]]:
@@ -296,7 +296,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
                 "envs": str(m.num_envs),
                 "unroll": str(m.unroll_length),
                 "steps/s": f"{m.steps_per_second:,.0f}",
-                "updates/s": _rate(m.updates_per_second),
+                "updates/s": _format_rate(m.updates_per_second),
                 "spread": f"{(max(m.runs) - min(m.runs)) / m.steps_per_second:.0%}",
                 "compile s": f"{m.compile_seconds:.1f}",
             }
@@ -310,8 +310,8 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             rows[-1] |= {
                 "jit steps/s": "-" if m.jit_steps_per_second is None else f"{m.jit_steps_per_second:,.0f}",
                 "ratio": "-" if m.ratio is None else f"{m.ratio:.3f}",
-                "FLOPs": _quotient(m.flops, m.jit_flops),
-                "bytes": _quotient(m.bytes, m.jit_bytes),
+                "FLOPs": _format_ratio(m.flops, m.jit_flops),
+                "bytes": _format_ratio(m.bytes, m.jit_bytes),
             }
     settings = ("env", "policy", "devices", "envs", "unroll")
     shared_names = [name for name in settings if len({row[name] for row in rows}) == 1]
@@ -320,9 +320,9 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     return "\n".join([*shared_lines, *table(head, [[row[name] for name in head] for row in rows])])
 
 
-def _rate(per_second: float) -> str:
+def _format_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def _quotient(ours: float | None, plain: float | None) -> str:
+def _format_ratio(ours: float | None, plain: float | None) -> str:
     return f"{ours / plain:.3f} x" if ours and plain else "-"

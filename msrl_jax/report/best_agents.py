@@ -51,7 +51,7 @@ class BestAgents:
         is_better = scores > best_scores
         if not is_better.any():
             return
-        leaves = [_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
+        leaves = [_host_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
         if run.experiment.has_members:
             leaves = [
                 np.where(_broadcast_flags(is_better, x), x, y) for x, y in zip(leaves, self.leaves or leaves, strict=True)
@@ -84,7 +84,7 @@ class BestAgents:
         best = scores.max(axis=0)
         steps = np.where(best > -math.inf, result.history["step"][scores.argmax(axis=0)], 0)
         if not np.array_equal(best, self.scores) or not np.array_equal(steps, self.steps):
-            raise _unusable(result.experiment, "is of another run")
+            raise _unusable_error(result.experiment, "is of another run")
 
     def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
         """Returns the mean score of each member over greedy episodes, with other keys than in its evaluations. `[M]`"""
@@ -94,31 +94,31 @@ class BestAgents:
         try:
             key = (jax.vmap(fold) if many else fold)(experiment.key)
             shapes = [np.shape(x)[many:] for x in self.leaves]
-            expected_shapes = [jax.eval_shape(_data_of, leaf_type).shape for leaf_type in behavior.leaf_types]
+            expected_shapes = [jax.eval_shape(_key_data, leaf_type).shape for leaf_type in behavior.leaf_types]
             if shapes != expected_shapes or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
-                raise _unusable(experiment, "is of another agent")
+                raise _unusable_error(experiment, "is of another agent")
             if any(np.isnan(x).any() for x in self.leaves if np.issubdtype(x.dtype, np.floating)):
-                raise _unusable(experiment, "has nan")
-            leaves = [_leaf(x, leaf_type) for x, leaf_type in zip(self.leaves, behavior.leaf_types, strict=True)]
+                raise _unusable_error(experiment, "has nan")
+            leaves = [_device_leaf(x, leaf_type) for x, leaf_type in zip(self.leaves, behavior.leaf_types, strict=True)]
             return np.atleast_1d(evaluator.evaluate_leaves(leaves, key).means[f"eval_{experiment.rank_by}"])
         finally:
             close_simulators(evaluator.env)
 
 
-def _unusable(experiment: Experiment, fact: str) -> RecordError:
+def _unusable_error(experiment: Experiment, fact: str) -> RecordError:
     name = f"{_BEST} of the seeds from {experiment.seed} on"
     return RecordError(f"{name} {fact}; delete its folder, and reproduce it again")
 
 
-def _data(leaf: jax.Array) -> np.ndarray:
-    return np.asarray(_data_of(leaf))
+def _host_data(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(_key_data(leaf))
 
 
-def _data_of(leaf: jax.Array) -> jax.Array:
+def _key_data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def _leaf(data: np.ndarray, leaf_type: jax.ShapeDtypeStruct) -> jax.Array:
+def _device_leaf(data: np.ndarray, leaf_type: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(leaf_type)) if is_key(leaf_type) else jnp.asarray(data)
 
 

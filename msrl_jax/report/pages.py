@@ -78,11 +78,11 @@ class ResultRow:
     @property
     def files(self) -> Files:
         """The files that show it."""
-        return _files(self.recipe)
+        return _files_of(self.recipe)
 
     def cells(self, link: str = "") -> list[str]:
         """Returns the cells of a table row; the recipe's name links to `link`, by default to the page of its algorithm."""
-        record, name, published = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
+        record, name, published = self.record, self.recipe.name, "<br>".join(map(_format_published, self.published)) or "-"
         return [
             f"[{name}]({link or f'{self.files.algorithm}#{name}'})",
             self.env,
@@ -95,9 +95,9 @@ class ResultRow:
 
     def below(self) -> list[str]:
         """Compares our return with each higher published one, and says what may explain the difference."""
-        higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
+        higher = [(row, score) for row in self.published if (score := _our_estimate(self.record, row)).value < row["value"]]
         return [
-            f"{score} against {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
+            f"{score} against {_format_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
             f"{row.get('remark', '')}".rstrip()
             for row, score in higher
         ]
@@ -118,11 +118,11 @@ def rows(records: Path | None = None) -> list[ResultRow]:
     for recipe in map(recipes.find, recipes.names()):
         if (record := recipes.record_of(recipe, place)) is not None:
             row = ResultRow(recipe, record, ())
-            result_rows.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
+            result_rows.append(dataclasses.replace(row, published=tuple(_published_results(row, published))))
     return result_rows
 
 
-def _beside(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _published_results(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields published results for a recipe: at equal or unknown steps, or with a higher return at fewer steps."""
     steps = int(mine.recipe.values["total_steps"])
     candidates = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
@@ -131,11 +131,11 @@ def _beside(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[di
         theirs = row.get("steps", steps)
         if abs(theirs - steps) <= _SAME_LENGTH * steps:
             yield row
-        elif theirs < steps and row["value"] > _ours(mine.record, row).value:
+        elif theirs < steps and row["value"] > _our_estimate(mine.record, row).value:
             yield row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))}
 
 
-def _ours(record: Record, row: dict[str, Any]) -> Estimate:
+def _our_estimate(record: Record, row: dict[str, Any]) -> Estimate:
     """Returns the estimate to compare with a published return."""
     return _mean(record.last if row["score"] == "training" else record.best)
 
@@ -156,13 +156,13 @@ def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
     check_pages(folder)
     result_rows = rows(records)
     texts = {folder / _INDEX: index(result_rows)}
-    for algo, group in _grouped(result_rows, lambda row: row.algo):
-        texts[folder / group[0].files.algorithm] = _algorithm(algo, group)
-        texts |= {folder / row.files.curve: _figure([(row.algo, row)], row) for row in group}
-    for suite, group in _grouped(result_rows, lambda row: row.suite):
-        texts[folder / group[0].files.suite] = _suite(suite, group)
-        for _, env_rows in _grouped(group, lambda row: row.env):
-            texts[folder / env_rows[0].files.curves] = _figure([(row.recipe.name, row) for row in env_rows], env_rows[0])
+    for algo, group in _group_rows(result_rows, lambda row: row.algo):
+        texts[folder / group[0].files.algorithm] = _algorithm_page(algo, group)
+        texts |= {folder / row.files.curve: _curves_svg([(row.algo, row)], row) for row in group}
+    for suite, group in _group_rows(result_rows, lambda row: row.suite):
+        texts[folder / group[0].files.suite] = _suite_page(suite, group)
+        for _, env_rows in _group_rows(group, lambda row: row.env):
+            texts[folder / env_rows[0].files.curves] = _curves_svg([(row.recipe.name, row) for row in env_rows], env_rows[0])
     for old_file in {*folder.glob("*.md"), *folder.glob("*.svg")} - texts.keys():
         if _is_ours(old_file):
             old_file.unlink()
@@ -180,14 +180,14 @@ def check_pages(folder: Path) -> None:
         raise ValueError(f"--pages cannot create {folder} ({error.strerror}); choose another folder") from None
     _check_ours(folder / _INDEX)
     for name in recipes.names():
-        for file in _files(recipes.find(name)):
+        for file in _files_of(recipes.find(name)):
             _check_ours(folder / file)
 
 
-def _files(recipe: Recipe) -> Files:
+def _files_of(recipe: Recipe) -> Files:
     env = str(recipe.values["env"])
-    suite = _file(_title(env))
-    return Files(f"{recipe.values['algo']}.md", f"{recipe.name}.svg", f"{suite}.md", f"{suite}-{_file(env)}.svg")
+    suite = _file_stem(_title(env))
+    return Files(f"{recipe.values['algo']}.md", f"{recipe.name}.svg", f"{suite}.md", f"{suite}-{_file_stem(env)}.svg")
 
 
 def _title(env: str) -> str:
@@ -207,14 +207,14 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and path.read_bytes().rstrip().endswith(_MARK.encode())
 
 
-def _grouped(result_rows: Iterable[ResultRow], key: Callable[[ResultRow], str]) -> list[tuple[str, list[ResultRow]]]:
+def _group_rows(result_rows: Iterable[ResultRow], key: Callable[[ResultRow], str]) -> list[tuple[str, list[ResultRow]]]:
     groups: dict[str, list[ResultRow]] = {}
     for row in result_rows:
         groups.setdefault(key(row), []).append(row)
     return sorted(groups.items())
 
 
-def _file(name: str) -> str:
+def _file_stem(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -222,18 +222,18 @@ def _mean(scores: Sequence[float]) -> Estimate:
     return estimate([np.array(scores)], mean)
 
 
-def _published(row: dict[str, Any]) -> str:
+def _format_published(row: dict[str, Any]) -> str:
     spread = f" ± {row['spread']:g}" if "spread" in row else ""
     about = [row["score"], row.get("about"), None if "steps" in row else "steps not told"]
     about += [f"{row['minutes']:g} min a seed"] if "minutes" in row else []
     return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {', '.join(filter(None, about))}"
 
 
-def _table(cells: Iterable[Sequence[str]]) -> str:
-    return "\n".join(["", _line(_HEAD), "|---" * len(_HEAD) + "|", *map(_line, cells), ""])
+def _format_table(cells: Iterable[Sequence[str]]) -> str:
+    return "\n".join(["", _format_line(_HEAD), "|---" * len(_HEAD) + "|", *map(_format_line, cells), ""])
 
 
-def _line(cells: Sequence[str]) -> str:
+def _format_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -248,7 +248,7 @@ def index(result_rows: Sequence[ResultRow], *, alone: bool = False) -> str:
     Returns:
       The page as Markdown.
     """
-    algorithms = [f"[{algo}]({group[0].files.algorithm})" for algo, group in _grouped(result_rows, lambda row: row.algo)]
+    algorithms = [f"[{algo}]({group[0].files.algorithm})" for algo, group in _group_rows(result_rows, lambda row: row.algo)]
     site_lines = [
         "The site has curves, and a page for each algorithm and suite: `python -m sphinx -W -b html docs build/site`",
         "builds it; `msrl-jax reproduce --pages FOLDER` writes these pages alone.",
@@ -264,17 +264,17 @@ def index(result_rows: Sequence[ResultRow], *, alone: bool = False) -> str:
         "",
         _ABOUT,
     ]
-    for suite, group in _grouped(result_rows, lambda row: row.suite):
+    for suite, group in _group_rows(result_rows, lambda row: row.suite):
         curves = [] if alone else ["", f"[The curves side by side]({group[0].files.suite})"]
         links = [f"../../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in group]
-        parts += ["", f"## {suite}", *curves, _table(row.cells(link) for row, link in zip(group, links, strict=True))]
+        parts += ["", f"## {suite}", *curves, _format_table(row.cells(link) for row, link in zip(group, links, strict=True))]
     if comparisons := [f"- {row.recipe.name}: {comparison}" for row in result_rows for comparison in row.below()]:
         parts += ["## Where others are better", "", *comparisons, ""]
     return "\n".join(parts)
 
 
-def _algorithm(algo: str, result_rows: Sequence[ResultRow]) -> str:
-    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(row.cells() for row in result_rows)]
+def _algorithm_page(algo: str, result_rows: Sequence[ResultRow]) -> str:
+    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _format_table(row.cells() for row in result_rows)]
     for row in result_rows:
         record, name = row.record, row.recipe.name
         packages = ["jax", *(catalog.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
@@ -289,7 +289,7 @@ def _algorithm(algo: str, result_rows: Sequence[ResultRow]) -> str:
             "",
             f"![{name}]({row.files.curve})",
             "",
-            f"`msrl-jax reproduce {name}{_enough(record)}`; {settings}.",
+            f"`msrl-jax reproduce {name}{_seeds_option(record)}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
             f"On {hardware}: {parts_of_time}.",
             *(f"Below others: {comparison}" for comparison in row.below()),
@@ -298,24 +298,24 @@ def _algorithm(algo: str, result_rows: Sequence[ResultRow]) -> str:
     return "\n".join(parts)
 
 
-def _enough(record: Record) -> str:
+def _seeds_option(record: Record) -> str:
     """Returns the option that is needed for enough seeds to compare, if the record has few seeds."""
     count = fewest(len(record.seeds))
     return f" --seeds {count}" if count and count > len(record.seeds) else ""
 
 
-def _suite(suite: str, result_rows: Sequence[ResultRow]) -> str:
+def _suite_page(suite: str, result_rows: Sequence[ResultRow]) -> str:
     parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
-    for env, group in _grouped(result_rows, lambda row: row.env):
-        parts += ["", f"## {env}", "", f"![{env}]({group[0].files.curves})", _table(row.cells() for row in group)]
-    return "\n".join([*parts, *_improvements(result_rows), ""])
+    for env, group in _group_rows(result_rows, lambda row: row.env):
+        parts += ["", f"## {env}", "", f"![{env}]({group[0].files.curves})", _format_table(row.cells() for row in group)]
+    return "\n".join([*parts, *_improvement_tables(result_rows), ""])
 
 
-def _improvements(result_rows: Sequence[ResultRow]) -> list[str]:
+def _improvement_tables(result_rows: Sequence[ResultRow]) -> list[str]:
     """Makes a table of every pair of variants with common environments at equal steps; empty if there are none."""
     scores = {
         variant: {(row.env, row.recipe.values["total_steps"]): row for row in group}
-        for variant, group in _grouped(result_rows, lambda row: row.variant)
+        for variant, group in _group_rows(result_rows, lambda row: row.variant)
     }
 
     def cell(ours: str, theirs: str, score: str) -> str:
@@ -327,8 +327,8 @@ def _improvements(result_rows: Sequence[ResultRow]) -> list[str]:
         return f"{probability.value:.2f} [{probability.low:.2f}, {probability.high:.2f}] ({len(tasks)})"
 
     def lines(title: str, score: str) -> list[str]:
-        cells = [_line([name, *(cell(name, other, score) for other in scores)]) for name in scores]
-        return ["", f"### {title}", "", _line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
+        cells = [_format_line([name, *(cell(name, other, score) for other in scores)]) for name in scores]
+        return ["", f"### {title}", "", _format_line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
 
     tasks = [task for tasks_of_variant in scores.values() for task in tasks_of_variant]
     if len(tasks) == len(set(tasks)):  # no task has two variants
@@ -352,7 +352,7 @@ def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
     return mean_curve(record.steps, returns)
 
 
-def _figure(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
+def _curves_svg(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
     """Makes a figure as SVG with the checksums of its records; the same records give the same text."""
     with styled():
         figure, (panel,) = figure_of(1)

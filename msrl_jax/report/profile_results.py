@@ -87,7 +87,7 @@ class Profile:
     def __str__(self) -> str:
         sums = f"{abs(self.error):.1%} {'more' if self.error > 0 else 'less'}"
         head = (
-            f"{self.title}, {self.policy}: {_milliseconds(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
+            f"{self.title}, {self.policy}: {_format_time(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
             f"which is subtracted; the rest sums to {sums} than without a trace"
         )
         if abs(self.error) > _LARGE:
@@ -95,10 +95,12 @@ class Profile:
         total, rows = sum(self.phases.values()), []
         for phase, seconds in self.phases.items():
             parts = [part for part in self.parts if part.phase == phase]
-            rows.append([phase, _milliseconds(seconds), f"{seconds / total:.1%}", _count(sum(p.operations for p in parts))])
+            rows.append(
+                [phase, _format_time(seconds), f"{seconds / total:.1%}", _format_count(sum(p.operations for p in parts))]
+            )
             for part in parts if parts[0].fragment else ():
                 share = f"{part.seconds / total:.1%}"
-                rows.append([f"  {part.fragment}", _milliseconds(part.seconds), share, _count(part.operations)])
+                rows.append([f"  {part.fragment}", _format_time(part.seconds), share, _format_count(part.operations)])
         return "\n".join([head, *table(["phase", "time", "share", "operations"], rows)])
 
     def _repr_html_(self) -> str:
@@ -152,11 +154,11 @@ def check_profile(path: Path) -> None:
     check_target("profile", path, (".gz",) if path.name.lower().endswith(".trace.json.gz") else (".svg", ".json"))
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     return f"{number:,.0f}" if number else ""
 
 
@@ -174,7 +176,7 @@ def profiles_figure(profiles: Mapping[str, Profile]) -> "Figure":
             panel.barh(list(profiles), widths, left=list(lefts.values()), label=phase, color=grey or f"C{number}")
             lefts = {name: start + width for (name, start), width in zip(lefts.items(), widths, strict=True)}
         for name, profile in profiles.items():
-            panel.text(101, name, _milliseconds(profile.seconds), va="center", fontsize=8)
+            panel.text(101, name, _format_time(profile.seconds), va="center", fontsize=8)
         panel.set(xlabel="% of the time of an iteration", xlim=(0, 113), xticks=range(0, 101, 20))
         panel.invert_yaxis()
         figure.legend(*panel.get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside upper center")

@@ -127,7 +127,7 @@ def profile_program(
         max_count = min(_EVENTS / max(first_trace.number, 1), _SECONDS / max(seconds, 1e-9))
         count = iterations or max(1, min(_ITERATIONS, int(max_count)))
         note(f"measuring {4 * repeats} times {count} iterations ...")
-        pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
+        pairs = [_run_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
     # Use medians, because other load on the machine makes single runs longer.
     calibration, measured_pairs = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)
     plain_seconds = statistics.median(plain for plain, _ in calibration)
@@ -186,7 +186,7 @@ class _Runner:
         return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
 
 
-def _pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
+def _run_pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
     """Runs without a trace and with one, in either order, so that a machine that slows down affects both."""
     if reverse:
         traced = runner.traced(count)
@@ -213,15 +213,15 @@ class _Whose:
             self._alone[name] = fragments_inside[0] if len(fragments_inside) == 1 else None
         # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole; these are single operations.
         self._known: dict[tuple[str, str], tuple[int, Key] | None] = {}
-        self._holders = {(span.program, holder) for span in spans for holder in self._around(span)}
+        self._holders = {(span.program, holder) for span in spans for holder in self._enclosing(span)}
 
-    def _around(self, span: Span) -> Iterator[str]:
+    def _enclosing(self, span: Span) -> Iterator[str]:
         program_operations = self._operations.get(span.program, {})
         name = span.name
         while name in program_operations and (name := program_operations[name].holder):
             yield name
 
-    def _inside(self, span: Span) -> set[str | None]:
+    def _fragments_inside(self, span: Span) -> set[str | None]:
         """Returns the fragments of the operations inside an operation."""
         program_operations = self._operations[span.program]
         names = {span.name}
@@ -235,10 +235,10 @@ class _Whose:
             return None
         name = span.program, span.name
         if name not in self._known:
-            self._known[name] = self._find(span)
+            self._known[name] = self._find_key(span)
         return self._known[name]
 
-    def _find(self, span: Span) -> tuple[int, Key] | None:
+    def _find_key(self, span: Span) -> tuple[int, Key] | None:
         operation = self._operations.get(span.program, {}).get(span.name)
         if operation is None:
             return WORKING, ("not attributed", "")
@@ -248,7 +248,7 @@ class _Whose:
             return WORKING, ("transfer", "")
         fragment = self._alone[span.program] if operation.fragment is None else operation.fragment
         if not fragment and operation.kind in ("while", "call", "conditional"):  # compiled as a whole: use its contents
-            inner_fragments = self._inside(span) - {"", None}
+            inner_fragments = self._fragments_inside(span) - {"", None}
             fragment = inner_fragments.pop() if len(inner_fragments) == 1 else None if inner_fragments else fragment
         if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
             return EXCHANGING, ("transfer", fragment or "")

@@ -52,15 +52,15 @@ def recipe(name: str) -> Experiment:
     Raises:
       ValueError: if the name is unknown; the message suggests the nearest one.
     """
-    return _experiment(recipes.find(name))
+    return _make_experiment(recipes.find(name))
 
 
-def _experiment(recipe_file: Recipe) -> Experiment:
+def _make_experiment(recipe_file: Recipe) -> Experiment:
     arguments = {key: value for key, value in recipe_file.settings.items() if key not in recipe_file.fields}
     try:
         if "policy" in recipe_file.values:
             policies.get(recipe_file.values["policy"])
-        return make_experiment(**arguments, **{key: _value(value) for key, value in recipe_file.fields.items()})
+        return make_experiment(**arguments, **{key: _to_python(value) for key, value in recipe_file.fields.items()})
     except (TypeError, ValueError) as error:
         raise type(error)(f"the recipe {recipe_file.path}: {error}") from None
 
@@ -70,14 +70,14 @@ def comparable(recipe_file: Recipe, folder: Path | None) -> Record | None:
     or omitted defaults have changed since."""
     record = recipes.record_of(recipe_file, folder)
     if record is not None:
-        recipes.check_same(recipe_file.name, record.config, _experiment(recipe_file).to_json()["config"])
+        recipes.check_same(recipe_file.name, record.config, _make_experiment(recipe_file).to_json()["config"])
     return record
 
 
-def _value(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts a TOML value to Python."""
     if isinstance(value, list):
-        return tuple(map(_value, value))
+        return tuple(map(_to_python, value))
     return None if value == "None" else value
 
 
@@ -212,7 +212,7 @@ def reproduce(
         print(recipes.NO_RECORDS, file=sys.stderr)
     recorded = comparable(recipe_file, folder) if compare else None
     limit = None if time_limit is None else read_seconds("time_limit", time_limit)
-    base = _experiment(recipe_file)
+    base = _make_experiment(recipe_file)
     if base.has_members:
         raise ValueError(
             f"{recipe_file.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them"
@@ -236,7 +236,7 @@ def reproduce(
         raise ValueError(f"the folder {path} cannot be created ({error.strerror}); choose another one (--out)") from None
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
-    for numbers in _groups(base, resolved_policy, devices, seed_range, path):
+    for numbers in _split_seeds(base, resolved_policy, devices, seed_range, path):
         experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
         hook = BestAgents()
         result = train(
@@ -260,7 +260,7 @@ def reproduce(
         results.append(result)
         agents.append(hook)
     origins = [origin_of(result.folder) for result in results if result.folder is not None]
-    record = _record(recipe_file, results, agents, origins)
+    record = _make_record(recipe_file, results, agents, origins)
     if old_record is None or len(record.seeds) >= len(old_record.seeds):  # never replace a record by one with fewer seeds
         record.write(target)
     return Reproduction(
@@ -290,7 +290,7 @@ def _read_old_record(target: Path, recipe_file: Recipe, base: Experiment) -> Rec
     return old_record
 
 
-def _groups(
+def _split_seeds(
     base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, seeds: range, path: Path
 ) -> list[range]:
     """Splits seeds into groups of about equal size that fit in memory; one seed per group if the host simulates.
@@ -316,7 +316,7 @@ def _groups(
     return groups
 
 
-def _record(
+def _make_record(
     recipe_file: Recipe, results: Sequence[Result], agents: Sequence[BestAgents], origins: Sequence[dict[str, Any]]
 ) -> Record:
     """Makes the record of the runs of a recipe."""
@@ -359,10 +359,10 @@ def _record(
         score=experiment.rank_by,
         seconds={name: round(sum(seconds), 1) for name, seconds in parts.items()},
         versions=origins[0]["versions"],
-        commit=_joined(origins, "commit"),
+        commit=_join_origins(origins, "commit"),
         date=max(origin["date"] for origin in origins),
         hardware={name: results[0].description["devices"][name] for name in ("platform", "kind", "count")}
-        | {"processor": _joined(origins, "processor"), "cores": origins[0]["cores"]},
+        | {"processor": _join_origins(origins, "processor"), "cores": origins[0]["cores"]},
     )
 
 
@@ -370,5 +370,5 @@ def _seeds(experiment: Experiment) -> range:
     return range(experiment.seed, experiment.seed + experiment.seeds)
 
 
-def _joined(origins: Sequence[dict[str, Any]], name: str) -> str:
+def _join_origins(origins: Sequence[dict[str, Any]], name: str) -> str:
     return ", ".join(dict.fromkeys(origin[name] for origin in origins))

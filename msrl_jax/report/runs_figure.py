@@ -150,12 +150,12 @@ def groups_of(outcomes: Mapping[str, Outcome], max_settings: int) -> list[Group]
     """Groups the members of runs by setting. All members of a run are one group if it is a population, or has more than
     `max_settings` settings. Runs with the same seed, such as under two policies, are not pooled.
     """
-    parts = [(name, run, *part) for name, run in outcomes.items() for part in _settings_of(run, max_settings)]
+    parts = [(name, run, *part) for name, run in outcomes.items() for part in _members_by_setting(run, max_settings)]
     several = [run for _, run, members, mixed in parts if not mixed and len(members) < run.members]
     varied = {field for run in several for field in run.settings[0]}
     groups: list[tuple[list[str], dict[str, Any], Group]] = []
     for name, run, members, mixed in parts:
-        setting, seeds = _setting(run, members[0]), {run.settings[member]["seed"] for member in members}
+        setting, seeds = _setting_of(run, members[0]), {run.settings[member]["seed"] for member in members}
         for names, group_setting, group in groups:
             group_seeds = {part.settings[member]["seed"] for part, group_members in group.parts for member in group_members}
             if group_setting == setting and not (mixed or group.mixed or seeds & group_seeds):
@@ -165,14 +165,14 @@ def groups_of(outcomes: Mapping[str, Outcome], max_settings: int) -> list[Group]
         else:
             label = mixed or in_words({field: value for field, value in setting.items() if field in varied})
             groups.append(([name], setting, Group(name, label, [(run, members)], bool(mixed))))
-    return [group._replace(names=_listed(names)) for names, _, group in groups]
+    return [group._replace(names=_join_names(names)) for names, _, group in groups]
 
 
-def _settings_of(run: Outcome, max_settings: int) -> list[tuple[list[int], str]]:
+def _members_by_setting(run: Outcome, max_settings: int) -> list[tuple[list[int], str]]:
     """Returns the members of each setting of a run, with a description if they are more than the seeds of one setting."""
     members_by_setting: dict[str, list[int]] = {}
     for member in range(run.members):
-        members_by_setting.setdefault(in_words(_setting(run, member)), []).append(member)
+        members_by_setting.setdefault(in_words(_setting_of(run, member)), []).append(member)
     if run.description["pbt"] is not None:
         return [(list(range(run.members)), f"population of {run.members}")]
     if len(members_by_setting) > max_settings:
@@ -180,14 +180,14 @@ def _settings_of(run: Outcome, max_settings: int) -> list[tuple[list[int], str]]
     return [(members, "") for members in members_by_setting.values()]
 
 
-def _setting(run: Outcome, member: int) -> dict[str, Any]:
+def _setting_of(run: Outcome, member: int) -> dict[str, Any]:
     """Returns everything that determines the computation of a member, except its seed."""
     about, member_setting = run.description, {name: value for name, value in run.settings[member].items() if name != "seed"}
     shared = {name: about.get(name) for name in ("algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data")}
     return shared | about["config"] | member_setting
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names if len(names) < 5 else [*names[:3], f"{len(names) - 3} more"])
 
 
@@ -213,11 +213,11 @@ def _points(group: Group, metric: str, x: str) -> tuple[np.ndarray, np.ndarray] 
     positions = min((run_positions for run_positions, _ in parts), key=len)
     positions = positions[positions <= min(run_positions[-1] for run_positions, _ in parts)]
     return positions, np.stack(
-        [_interpolated(positions, run_positions, column) for run_positions, values in parts for column in values.T], axis=1
+        [_interpolate(positions, run_positions, column) for run_positions, values in parts for column in values.T], axis=1
     )
 
 
-def _interpolated(positions: np.ndarray, known_positions: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _interpolate(positions: np.ndarray, known_positions: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Interpolates the values of a member at other points; nan before the first known value, and if none is known."""
     is_value = ~np.isnan(values)
     return (

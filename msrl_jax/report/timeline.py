@@ -60,16 +60,16 @@ def record_spans(run: Callable[[], object]) -> tuple[list[Span], int]:
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
     with tempfile.TemporaryDirectory(prefix="msrl-jax-trace-") as folder:
-        with _tracing(folder, options), jax.profiler.TraceAnnotation(WINDOW):
+        with _trace_to(folder, options), jax.profiler.TraceAnnotation(WINDOW):
             run()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise RuntimeError("jax.profiler wrote no trace; is another profiler at work?")
-        return _spans(jax.profiler.ProfileData.from_file(str(files[-1])))
+        return _read_spans(jax.profiler.ProfileData.from_file(str(files[-1])))
 
 
 @contextlib.contextmanager
-def _tracing(folder: str, options: Any) -> Iterator[None]:
+def _trace_to(folder: str, options: Any) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
@@ -86,7 +86,7 @@ def _tracing(folder: str, options: Any) -> Iterator[None]:
             ) from error
 
 
-def _spans(data: jax.profiler.ProfileData) -> tuple[list[Span], int]:
+def _read_spans(data: jax.profiler.ProfileData) -> tuple[list[Span], int]:
     spans: list[Span] = []
     number, window = 0, (0.0, 0.0)
     for plane in data.planes:

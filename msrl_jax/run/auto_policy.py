@@ -73,9 +73,15 @@ class Choice:
         rows = []
         for a in self.alternatives:
             if (p := a.prediction) is not None:
-                programs = ", ".join(f"{name} {_short(1e3 * seconds)}" for name, seconds in p.programs.items())
-                moved = f"{_short(1e3 * p.transfers)} ({p.exchanges})" if p.exchanges else "-"
-                times = [_short(1e3 * p.seconds), programs, moved, _short(1e3 * p.dispatch), f"{a.compile_seconds:.1f}"]
+                programs = ", ".join(f"{name} {_format_number(1e3 * seconds)}" for name, seconds in p.programs.items())
+                moved = f"{_format_number(1e3 * p.transfers)} ({p.exchanges})" if p.exchanges else "-"
+                times = [
+                    _format_number(1e3 * p.seconds),
+                    programs,
+                    moved,
+                    _format_number(1e3 * p.dispatch),
+                    f"{a.compile_seconds:.1f}",
+                ]
                 rows.append([spec(a.policy), *times])
         refusals = [line for a in self.alternatives if a.refusal for line in paragraph(f"{spec(a.policy)}: {a.refusal}")]
         return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refusals])
@@ -125,11 +131,13 @@ def choose_policy(
     for policy in {spec(p): p for p in candidates}.values():
         note(f"measuring {spec(policy)}")
         alternatives.append(_measure(experiment, policy, devices, delay))
-    runnable = sorted((a for a in alternatives if a.prediction), key=_seconds)
+    runnable = sorted((a for a in alternatives if a.prediction), key=_predicted_seconds)
     if not runnable:
         refusals = "; ".join(f"{spec(a.policy)}: {a.refusal}" for a in alternatives)
         raise ValueError(f'policy="auto" found no policy that can run this: {refusals}')
-    return Choice(runnable[0].policy, (*runnable, *(a for a in alternatives if not a.prediction)), _reason(runnable, delay))
+    return Choice(
+        runnable[0].policy, (*runnable, *(a for a in alternatives if not a.prediction)), _explain_choice(runnable, delay)
+    )
 
 
 def is_auto(policy: object) -> bool:
@@ -200,23 +208,25 @@ def _measure(experiment: Experiment, policy: DistributionPolicy, devices: Sequen
     return Alternative(policy, prediction, program.compile_seconds)
 
 
-def _seconds(alternative: Alternative) -> float:
+def _predicted_seconds(alternative: Alternative) -> float:
     assert alternative.prediction is not None
     return alternative.prediction.seconds
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     """Formats a number with three digits, or as a whole number."""
     return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
-def _reason(runnable: Sequence[Alternative], delay: float) -> str:
+def _explain_choice(runnable: Sequence[Alternative], delay: float) -> str:
     best, *slower = runnable
-    best_seconds = _seconds(best)
+    best_seconds = _predicted_seconds(best)
     condition = f", if transfers take {1e3 * delay:g} ms longer" if delay else ""
-    text = f"{spec(best.policy)}: {_short(1e3 * best_seconds)} ms per iteration{condition}"
+    text = f"{spec(best.policy)}: {_format_number(1e3 * best_seconds)} ms per iteration{condition}"
     if slower:
-        text += "; " + ", ".join(f"{spec(a.policy)} {_short(_seconds(a) / best_seconds)} times as long" for a in slower)
-    if close := [spec(a.policy) for a in slower if _seconds(a) < _CLOSE * best_seconds]:
+        text += "; " + ", ".join(
+            f"{spec(a.policy)} {_format_number(_predicted_seconds(a) / best_seconds)} times as long" for a in slower
+        )
+    if close := [spec(a.policy) for a in slower if _predicted_seconds(a) < _CLOSE * best_seconds]:
         text += f". A short measurement does not tell it from {' and '.join(close)}"
     return text

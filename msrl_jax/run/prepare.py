@@ -48,14 +48,14 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **ar
             )
         pbt.check(base, arguments)
         arguments = pbt.initial(check_seed(experiment_arguments.get("seed", 0), pbt.members)) | arguments
-    arguments = {name: _plain(value) for name, value in arguments.items()}
-    settings = _settings(base, arguments)
+    arguments = {name: _to_python(value) for name, value in arguments.items()}
+    settings = _read_settings(base, arguments)
     first_values = {name: values[0] for name, values in settings.items() if values}
     constants = {name: value for name, value in arguments.items() if name not in settings}
     return Experiment(algorithm=algorithms.make(base, constants | first_values), settings=settings, **experiment_arguments)
 
 
-def _settings(base: Any, arguments: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def _read_settings(base: Any, arguments: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     """Returns the fields with several values, in which members differ."""
     kind, fields, several = type(base), all_fields(type(base)), {}
     for name, values in arguments.items():
@@ -69,7 +69,7 @@ def _settings(base: Any, arguments: Mapping[str, Any]) -> dict[str, tuple[float,
                 f"{kind.__name__}.{name}={shown(values)}: {name} changes the program (its shapes, loops or branches), so the "
                 f"members of a run cannot differ in it; they can differ in {tunable}. Use msrl.sweep, or a run for each value"
             )
-        several[name] = tuple(_number(f"{kind.__name__}.{name}[{i}]", value) for i, value in enumerate(values))
+        several[name] = tuple(_read_number(f"{kind.__name__}.{name}[{i}]", value) for i, value in enumerate(values))
     return several
 
 
@@ -79,13 +79,13 @@ def is_several(value: object) -> bool:
     return isinstance(value, list | tuple | range) and not is_one
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts arrays to Python numbers and lists."""
     return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
 
 
-def _number(where: str, value: Any) -> float:
-    value = _plain(value)
+def _read_number(where: str, value: Any) -> float:
+    value = _to_python(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
         raise ValueError(f"{where}={shown(value)}: use a number for each member")
     try:
@@ -124,7 +124,7 @@ def check_resumes(experiment: Experiment, saved: store.Saved) -> None:
             "code that it began with, or start a new run in another folder"
         )
     if differs := difference(saved.description, about):
-        raise _differs(saved, *differs)
+        raise _difference_error(saved, *differs)
     if saved.iteration > experiment.iterations > 0:
         steps = saved.iteration * experiment.steps_per_iteration
         raise ValueError(
@@ -158,7 +158,7 @@ def saved_experiment(
     config: Any = original.algorithm
     kind: Any = type(algo) if is_config else type(config) if algo is None else algorithms.get(algo)
     if kind is not type(config):
-        raise _differs(saved, "algo", description["algorithm"], kind.name)
+        raise _difference_error(saved, "algo", description["algorithm"], kind.name)
     saved_values = {name: value_of(config, name) for name in overrides.keys() & all_fields(config)} | dict(original.settings)
     fields = {
         name: saved_values[name] if _is_rounded(value, saved_values.get(name)) else value for name, value in overrides.items()
@@ -180,7 +180,7 @@ def _is_rounded(value: Any, saved_value: Any) -> bool:
     return value.shape == np.shape(saved_value) and bool((np.asarray(saved_value).astype(value.dtype) == value).all())
 
 
-def _differs(saved: store.Saved, name: str, saved_value: Any, new_value: Any) -> RunFolderError:
+def _difference_error(saved: store.Saved, name: str, saved_value: Any, new_value: Any) -> RunFolderError:
     saved_text, new_text, remedy = f"{name}={saved_value!r}", f"{name}={new_value!r}", f"leave {name} out"
     if isinstance(saved_value, Mapping):
         remedy = f"give the same {name}"

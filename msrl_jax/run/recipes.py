@@ -114,7 +114,7 @@ class Record:
     @property
     def sum(self) -> str:
         """The checksum of the content."""
-        return _sum(dataclasses.asdict(self))
+        return _checksum(dataclasses.asdict(self))
 
     def write(self, path: Path) -> None:
         """Writes the record to a temporary file, then renames it."""
@@ -130,7 +130,7 @@ class Record:
             content = parse_json(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it again{_ANEW}") from None
-        if not isinstance(content, dict) or content.pop("sum", None) != _sum(content):
+        if not isinstance(content, dict) or content.pop("sum", None) != _checksum(content):
             raise RecordError(f"the record {path} was changed after it was written; restore it, or write it again{_ANEW}")
         if unexpected := {field.name for field in dataclasses.fields(cls)} ^ content.keys():
             names = ", ".join(sorted(unexpected))
@@ -138,7 +138,7 @@ class Record:
         return cls(**content)
 
 
-def _sum(content: Mapping[str, Any]) -> str:
+def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -177,7 +177,7 @@ class Result(Outcome):
                 choices = f"settings 0 to {count - 1}" if count else "only one setting; select a seed with select(member=0)"
                 raise ValueError(f"settings={shown(settings)}: this run has {choices}; list at least one of them, each once")
             rows = np.array([s * self.seeds + i for s in indices for i in range(self.seeds)])
-            return self._of_rows(
+            return self._select_rows(
                 rows, settings={name: tuple(values[s] for s in indices) for name, values in values_by_field.items()}
             )
         number = self.member(member)
@@ -185,9 +185,9 @@ class Result(Outcome):
             return self
         setting = dict(self.settings[number])
         changes = {"seed": setting.pop("seed"), "seeds": 1, "settings": {name: (x,) for name, x in setting.items()}}
-        return self._of_rows(np.array([number]) if setting else number, **changes)
+        return self._select_rows(np.array([number]) if setting else number, **changes)
 
-    def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
+    def _select_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
         """Returns the result of some members; `changes` are applied to the experiment."""
         if self.experiment.pbt:
             raise ValueError("select does not support pbt, whose members evolve together; pass member= to act and evaluate")
@@ -195,7 +195,7 @@ class Result(Outcome):
         return join_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property
-    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, PyTree]], Callable[..., jax.Array]]:
+    def _compiled_functions(self) -> tuple[Callable[..., tuple[jax.Array, PyTree]], Callable[..., jax.Array]]:
         """`act_with_carry` and `probabilities` of `behavior`, compiled; they take the index of a member."""
         behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
 
@@ -254,7 +254,7 @@ class Result(Outcome):
             raise TypeError(f"act needs one typed key, got key={shown(key)}; make it with jax.random.key(seed)")
         count = jax.tree.leaves(obs)[0].shape[0]
         carry = self.behavior.checked_carry(carry, count)
-        actions, carry = self._compiled[0](self.member(member), obs, carry, key)
+        actions, carry = self._compiled_functions[0](self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
 
     @entry
@@ -274,7 +274,7 @@ class Result(Outcome):
             for several agents) or is recurrent, or as in `act`.
         """
         obs, single = self.behavior.batched(obs)
-        probabilities = self._compiled[1](self.member(member), obs)
+        probabilities = self._compiled_functions[1](self.member(member), obs)
         return probabilities[0] if single else probabilities
 
     @entry

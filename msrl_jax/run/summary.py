@@ -23,10 +23,10 @@ PREFIX = "pbt/"  # of columns with hyperparameters that PBT changes
 def summarize(result: Result) -> dict[str, Any]:
     """Summarizes a run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-    returns = {name: result.final(name) for name in result.history if _of_episodes(name, "episode_") not in ("", "length")}
+    returns = {name: result.final(name) for name in result.history if _episode_quantity(name, "episode_") not in ("", "length")}
     if result.evaluation is not None:
         means = result.evaluation.means.items()
-        returns |= {name: np.asarray(mean) for name, mean in means if _of_episodes(name, "eval_") not in ("", "length")}
+        returns |= {name: np.asarray(mean) for name, mean in means if _episode_quantity(name, "eval_") not in ("", "length")}
     about |= {"members": result.settings} if result.description["settings"] else {}
     if result.description["pbt"]:
         last_values = final_values(result.history)
@@ -65,7 +65,7 @@ def describe(result: Result) -> str:
     why_ended += ", NOT SAVED" * (bool(result.save_error) and result.folder is None)
     unit, requested = result.unit.removeprefix("environment "), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < requested
-    cut = f" of {requested:,} asked for (whole iterations of {_per_iteration(result.history):,})" if partly else ""
+    cut = f" of {requested:,} asked for (whole iterations of {_steps_per_iteration(result.history):,})" if partly else ""
     per_member = " per member" if fields else " per seed" * (s["seeds"] > 1)
     steps = f"{s['total_steps']:,} {unit}{per_member}{cut}"
     rate = ""
@@ -75,15 +75,19 @@ def describe(result: Result) -> str:
     lines = [
         f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
         f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
-        f"  {_parts(result)}",
+        f"  {_describe_times(result)}",
     ]
     member_kind = "members" if fields else "seeds"
     if "episode_return" in result.history:
         by_team = {team: result.final(name) for name in result.history if (team := team_of(name, "episode_return"))}
-        lines.append(f"  training return {_returns(result.final('episode_return'), by_team, member_kind)} over the last tenth")
+        lines.append(
+            f"  training return {_describe_returns(result.final('episode_return'), by_team, member_kind)} over the last tenth"
+        )
     if (evaluation := result.evaluation) is not None:
         mean, by_team = np.asarray(evaluation.mean_return), {team: x.mean(-1) for team, x in evaluation.team_returns.items()}
-        lines.append(f"  greedy return over {evaluation.returns.shape[-1]} episodes {_returns(mean, by_team, member_kind)}")
+        lines.append(
+            f"  greedy return over {evaluation.returns.shape[-1]} episodes {_describe_returns(mean, by_team, member_kind)}"
+        )
         rank_by = result.rank_by
         scores = np.asarray(evaluation.means[f"eval_{rank_by}"])
         if fields and not np.isnan(scores).all():
@@ -110,17 +114,17 @@ def card(result: Result) -> str:
     return f'<div style="max-width: 36rem">{tag}{picture}</div><pre>{html.escape(describe(result))}</pre>'
 
 
-def _per_iteration(history: Mapping[str, np.ndarray]) -> int:
+def _steps_per_iteration(history: Mapping[str, np.ndarray]) -> int:
     """Returns the steps per member in an iteration."""
     return int(history["step"][-1] / history["iteration"][-1]) if len(history["step"]) else 0
 
 
-def _of_episodes(column: str, prefix: str) -> str:
+def _episode_quantity(column: str, prefix: str) -> str:
     """Returns the episode quantity of a column, such as `return` or an environment metric; empty if it has none."""
     return column.partition("/")[0].removeprefix(prefix) if column.startswith(prefix) else ""
 
 
-def _parts(result: Result) -> str:
+def _describe_times(result: Result) -> str:
     parts = {name.removesuffix("_seconds"): seconds for name, seconds in result.timings.items()}
     parts = {"compiling": result.compile_seconds, **parts}
     parts["callbacks and metrics"] = max(0.0, result.wall_seconds - sum(parts.values())) if result.timings else 0.0
@@ -128,18 +132,18 @@ def _parts(result: Result) -> str:
     return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
 
 
-def _returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], member_kind: str) -> str:
-    teams = ", ".join(f"{team} {_spread(x, member_kind)}" for team, x in by_team.items())
-    return _spread(values, member_kind) + (f" ({teams})" if teams else "")
+def _describe_returns(values: np.ndarray, by_team: Mapping[str, np.ndarray], member_kind: str) -> str:
+    teams = ", ".join(f"{team} {_describe_spread(x, member_kind)}" for team, x in by_team.items())
+    return _describe_spread(values, member_kind) + (f" ({teams})" if teams else "")
 
 
-def _spread(values: np.ndarray, member_kind: str) -> str:
+def _describe_spread(values: np.ndarray, member_kind: str) -> str:
     digits = decimals(values, min(np.ptp(values), np.max(np.abs(values)) / 10))  # at least three digits of the largest value
     if not values.ndim:
         return f"{values:.{digits}f}"
     known_values = values[~np.isnan(values)]
     if 0 < len(known_values) < len(values):
-        return f"{_spread(known_values, member_kind)[:-1]}; {len(values) - len(known_values)} unknown)"
+        return f"{_describe_spread(known_values, member_kind)[:-1]}; {len(values) - len(known_values)} unknown)"
     return f"{np.mean(values):.{digits}f} ({member_kind}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
 
 
@@ -177,19 +181,19 @@ def plot_history(result: Result, metrics: Sequence[str]) -> "Figure":
         column = history[name]
         if 0 < len(groups) <= MOST_LINES and column.ndim > 1:
             for label, members in groups.items():
-                _draw(panel, history["step"], column[:, members], label, "-")
+                _draw_column(panel, history["step"], column[:, members], label, "-")
         else:
-            _draw(panel, history["step"], column, name.replace("_", " "), "-")
+            _draw_column(panel, history["step"], column, name.replace("_", " "), "-")
             for other in history:
                 if (team := team_of(other, name)) and name == "episode_return":
-                    _draw(panel, history["step"], history[other], f"team {team}", "-")
+                    _draw_column(panel, history["step"], history[other], f"team {team}", "-")
             if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_"):
-                _draw(panel, history["step"], history[greedy], "greedy evaluation", "o")
+                _draw_column(panel, history["step"], history[greedy], "greedy evaluation", "o")
         panel.legend()
     return figure
 
 
-def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
+def _draw_column(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
     is_known = ~np.isnan(column).all(axis=tuple(range(1, column.ndim)))
     steps, column = steps[is_known], last_known(column)[is_known]  # for members without an episode that ended in a chunk
     is_known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))

@@ -207,7 +207,7 @@ def train(
             _check_names(experiment.algorithm)
             experiment.check_length(watching["chunk"])
             if saved is not None and saved.iteration == experiment.iterations:
-                return _already_done(saved, experiment)
+                return _finished_result(saved, experiment)
             execution.check(experiment, policy, record)
             default_policy = saved.description["policy"] if saved else execution.default_policy(experiment)
             if saved and policy is None:
@@ -247,21 +247,21 @@ def train(
         ]
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         about = watching | {"record": recording and str(recording.writer.path)}
-        deployment = _deployment(program, experiment.agent.unit, resolved_policy, saved) | about
+        deployment = _describe_deployment(program, experiment.agent.unit, resolved_policy, saved) | about
         # The run itself, and its end.
         pace = ChunkScheduler(max_iterations, fixed=watching["chunk"] is not None)
         run = Run(experiment, resolved_policy, devices, path, deployment, program, pace, start)
-        _begin(run, saved)
-        errors = _loop(run, hooks)
-        result = _result(run)
+        _begin_run(run, saved)
+        errors = _run_loop(run, hooks)
+        result = _make_result(run)
         if path is not None and processes.is_first():
-            result = store.complete_folder(result, path, next(iter(_unsaved(hooks)), None))
+            result = store.complete_folder(result, path, next(iter(_save_errors(hooks)), None))
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
         errors.insert(0, DivergedError(guarding.locate(run), result))
     if errors:
-        raise _first(errors, result)
+        raise _first_error(errors, result)
     return result
 
 
@@ -279,12 +279,12 @@ def _notes(experiment: Experiment, usual: DistributionPolicy | None, has_default
         yield f"policy {policy_text(usual)}: the host simulates {experiment.env_name}"
 
 
-def _unsaved(hooks: Sequence[Hook]) -> list[OSError]:
+def _save_errors(hooks: Sequence[Hook]) -> list[OSError]:
     """Returns why a checkpoint or rows could not be written."""
     return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | RunFileWriter) and hook.error is not None]
 
 
-def _first(errors: Sequence[Exception], result: Result) -> Exception:
+def _first_error(errors: Sequence[Exception], result: Result) -> Exception:
     """Returns the first error, with the result, and a note for each of the others."""
     error, *later_errors = errors
     for other in later_errors:
@@ -293,13 +293,13 @@ def _first(errors: Sequence[Exception], result: Result) -> Exception:
     return error
 
 
-def _loop(run: Run, hooks: list[Hook]) -> list[Exception]:
+def _run_loop(run: Run, hooks: list[Hook]) -> list[Exception]:
     """Runs the loop and ends the hooks; returns the errors of their ends, and saves what was done before an error elsewhere."""
     try:
         loop(run, hooks)
     except (Exception, SystemExit) as error:  # such as an error of a callback
         run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
-        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_unsaved(hooks)]
+        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_save_errors(hooks)]
         for problem in lost:
             text = f"the run ended with an error, and could not be saved: {problem}"
             warnings.warn(text, folder.SaveWarning, stacklevel=3)
@@ -310,7 +310,7 @@ def _loop(run: Run, hooks: list[Hook]) -> list[Exception]:
     return errors
 
 
-def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
+def _describe_deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
     deployment = {
         "format": store.FORMAT,
         "unit": unit,
@@ -328,7 +328,7 @@ def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: 
     return deployment
 
 
-def _begin(run: Run, saved: store.Saved | None) -> None:
+def _begin_run(run: Run, saved: store.Saved | None) -> None:
     """Makes the state of a run, or reads it from its folder, during compilation; compiles the programs that a chunk needs."""
     run.program.begin(run.max_at_once)
     if saved is None or saved.checkpoint is None:
@@ -348,7 +348,7 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
         run.compile()
 
 
-def _result(run: Run) -> Result:
+def _make_result(run: Run) -> Result:
     times = run.times
     return Result(
         experiment=run.experiment,
@@ -373,7 +373,7 @@ def _check_names(config: Any) -> None:
         raise TypeError(f"{fact}; give it another name")
 
 
-def _already_done(saved: store.Saved, experiment: Experiment) -> Result:
+def _finished_result(saved: store.Saved, experiment: Experiment) -> Result:
     """Returns the result of a run that has done all its steps, but may have been killed before its summary was written."""
     result = Result.load(saved.path, **experiment.objects)
     if result.status == "unfinished":

@@ -71,7 +71,7 @@ def read_axes(kind: type, fields: Mapping[str, Any]) -> tuple[list[Axis], dict[s
         algorithms.make(kind, {min(unknown_fields): None})  # raises an error that suggests the nearest field
     axes, constants = [], {}
     for field, value in fields.items():
-        setting = _read(f"{kind.__name__}.{field}", value, hints[field])
+        setting = _read_field(f"{kind.__name__}.{field}", value, hints[field])
         if isinstance(setting, ParamDistribution):
             axes.append(Axis(field, setting, _is_whole(hints[field])))
         else:
@@ -84,17 +84,17 @@ def read_axes(kind: type, fields: Mapping[str, Any]) -> tuple[list[Axis], dict[s
     return axes, constants
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if type(None) in get_args(hint) else (hint,)
 
 
 def _is_whole(hint: Any) -> bool:
-    return int in _parts(hint) and float not in _parts(hint)
+    return int in _alternatives(hint) and float not in _alternatives(hint)
 
 
-def _read(place: str, value: Any, hint: Any) -> Any:
+def _read_field(place: str, value: Any, hint: Any) -> Any:
     """Returns a distribution if the field is swept, else its value."""
-    is_number = bool({int, float} & set(_parts(hint)))
+    is_number = bool({int, float} & set(_alternatives(hint)))
     if isinstance(value, str) and is_number:
         parts = split_specs(value)
         schedules = [is_ramp(item) or is_adaptive(item) or naming.is_path(item) for item in parts]
@@ -107,17 +107,17 @@ def _read(place: str, value: Any, hint: Any) -> Any:
         value = np.asarray(value).tolist()
     if is_several(value):
         options: list[Any] = list(value)
-        if all(get_origin(part) is not tuple for part in _parts(hint)):
+        if all(get_origin(part) is not tuple for part in _alternatives(hint)):
             value = choice(options)
         elif options and all(isinstance(item, list | tuple) for item in options):
             value = choice([tuple(item) for item in options])
     if not is_value(value):
-        return _number(place, value, hint)
+        return _read_number(place, value, hint)
     if not isinstance(value, ParamDistribution):
         raise ValueError(f"{place}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
     if not value.numbers:
         raise ValueError(f"{place} has no values; give at least one")
-    bounds: Any = tuple(_number(place, item, hint) for item in value.numbers)
+    bounds: Any = tuple(_read_number(place, item, hint) for item in value.numbers)
     if value.kind == "choice":
         return choice(bounds)
     if not is_number:
@@ -132,7 +132,7 @@ def _read(place: str, value: Any, hint: Any) -> Any:
     return dataclasses.replace(value, numbers=bounds)
 
 
-def _number(place: str, value: Any, hint: Any) -> Any:
+def _read_number(place: str, value: Any, hint: Any) -> Any:
     """Converts a single value to plain Python data; to an integer for an integer field."""
     value = value.item() if isinstance(value, np.generic) else value
     if is_value(value):
@@ -278,7 +278,9 @@ def optuna_stages(
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for first_number in range(0, num, trials_per_stage):
         suggestions = [study.ask() for _ in range(min(trials_per_stage, num - first_number))]
-        yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in suggestions], first_number), steps)
+        yield Stage(
+            make([{axis.field: _suggest_value(ask, axis) for axis in axes} for ask in suggestions], first_number), steps
+        )
         for number, ask in enumerate(suggestions, first_number):
             mean = trials[number].mean
             failed = math.isnan(mean)
@@ -286,7 +288,7 @@ def optuna_stages(
             study.tell(ask, None if failed else mean, state)
 
 
-def _suggested(ask: Any, axis: Axis) -> Any:
+def _suggest_value(ask: Any, axis: Axis) -> Any:
     numbers = axis.values.numbers
     if axis.values.kind == "choice":  # the study gets option indices, because options may have any type
         return numbers[ask.suggest_categorical(axis.field, list(range(len(numbers))))]

@@ -41,10 +41,10 @@ def plot_sweep(swept: SweepResult, path: str | os.PathLike | None = None) -> "Fi
         Axis(field, ParamDistribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
         for field, about in swept.description["fields"].items()
     ]
-    return save_figure(_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
+    return save_figure(_draw_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
 
 
-def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
+def _draw_figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -75,10 +75,10 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
         elif is_choice:
             panel.set_xticks(sorted({*positions}))
         ends = [f"{number:.4g}" if labels is None else labels[int(number)] for number in (positions.min(), positions.max())]
-        coordinates.append((axis.field.replace("_", " "), _height(np.log(positions) if is_log else positions), ends))
+        coordinates.append((axis.field.replace("_", " "), _rescale(np.log(positions) if is_log else positions), ends))
     score_name = trials[0].rank_by.replace("_", " ")
     panels[0].set_ylabel(score_name)
-    coordinates.append((score_name, _height(means), [f"{number:.4g}" for number in (means.min(), means.max())]))
+    coordinates.append((score_name, _rescale(means), [f"{number:.4g}" for number in (means.min(), means.max())]))
     colors = ScalarMappable(Normalize(means.min(), means.max()), "viridis")
     for i in np.argsort(means):
         lower.plot([heights[i] for _, heights, _ in coordinates], color=colors.to_rgba(means[i]), alpha=0.8)
@@ -106,7 +106,7 @@ def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[st
     return np.array([labels.index(value_in_words(option)) for option in values], float), labels
 
 
-def _height(values: np.ndarray) -> np.ndarray:
+def _rescale(values: np.ndarray) -> np.ndarray:
     """Rescales values to [0, 1]; 0.5 if all are equal."""
     spread = np.ptp(values)
     return (values - values.min()) / spread if spread else np.full(len(values), 0.5)

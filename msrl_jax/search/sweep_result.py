@@ -169,7 +169,7 @@ class SweepResult:
         seeds_text = f" with {seeds} seeds each" if seeds > 1 else ""
         lines = [f"SweepResult: {about['algorithm']} on {about['env']}, {len(self.trials)} trials{seeds_text} ({ending})"]
         order = sorted((t for t in self.trials if t.returns), key=by_return)
-        lines += _table(order[:SHOWN], seeds) if order else []
+        lines += _format_table(order[:SHOWN], seeds) if order else []
         if len(order) > SHOWN:
             lines.append(f"  and {len(order) - SHOWN} more")
         if untrained := len(self.trials) - len(order):
@@ -222,7 +222,7 @@ def write_sweep_table(result: SweepResult, path: Path) -> None:
     folder.write_csv(path / TABLE_CSV, result.table)
 
 
-def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
+def _format_table(trials: Sequence[Trial], seeds: int) -> list[str]:
     means = [trial.mean for trial in trials if not math.isnan(trial.mean)]
     digits = decimals(max(means), max(means) - min(means)) if means else 0
     score_name = trials[0].rank_by

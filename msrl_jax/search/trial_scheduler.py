@@ -100,7 +100,7 @@ class TrialScheduler:
             program_trials = [trial for trial in trials if trial.program == number]
             try:
                 experiment = self.experiment(program_trials[:1])
-                self._check(experiment)
+                self._check_experiment(experiment)
                 try:
                     fits, nbytes, limit = memory_of(experiment, self.policy, self.devices)
                 finally:
@@ -117,7 +117,7 @@ class TrialScheduler:
             members = min(at_once, len(program_trials)) * self.base.seeds
             self.say(f"program {number}{fields_text}: {len(program_trials)} trials, {members} members at once, {room}")
 
-    def _check(self, experiment: Experiment) -> None:
+    def _check_experiment(self, experiment: Experiment) -> None:
         agent = experiment.behavior.agent
         experiment.check_length()
         if not experiment.is_ranked:
@@ -130,12 +130,12 @@ class TrialScheduler:
         for number, stage in enumerate(stages):
             self.prepare(stage.trials)
             if self.path is not None:
-                self._write(self.path / SWEEP)
-            if reason := self._train(number, stage, requests):
+                self._write_sweep(self.path / SWEEP)
+            if reason := self._train_stage(number, stage, requests):
                 return reason
         return ""
 
-    def _write(self, file: Path) -> None:
+    def _write_sweep(self, file: Path) -> None:
         """Writes `sweep.json` if there are new trials; raises RunFolderError if the file has different trials."""
         saved_trials = self.saved_sweep.get("trials", [])
         trials = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in self.trials.values()])
@@ -148,7 +148,7 @@ class TrialScheduler:
             about = {"sweep": self.description, "versions": folder.versions(), "programs": self.programs, "trials": trials}
             folder.write_json(file, about)
 
-    def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
+    def _train_stage(self, number: int, stage: Stage, requests: StopRequests) -> str:
         """Trains a stage; returns the reason if it was interrupted."""
         todo = [
             (program_number, i, batch)
@@ -162,17 +162,17 @@ class TrialScheduler:
             run_path = None if self.path is None else self.path / f"stage-{number}" / f"program-{program}" / f"batch-{i}"
             names = f"trial {batch[0].number}" if len(batch) == 1 else f"{len(batch)} trials from {batch[0].number} on"
             self.say(f"stage {number}, run {count} of {len(todo)}: {names}, program {program}, to {stage.until:,} steps")
-            result = store.check_saved(self._run(batch, stage.until, run_path, time_left))
+            result = store.check_saved(self._train_batch(batch, stage.until, run_path, time_left))
             if result.interrupted:
                 return result.stop_reason
             self.trials |= {t.number: t for t in outcome(batch, self.base.seeds, result, stage.rung, len(self.runs))}
-            self.runs.append(_on_host(result) if run_path is None else run_path)
+            self.runs.append(_move_to_host(result) if run_path is None else run_path)
         return ""
 
-    def _run(self, batch: Sequence[Trial], end_step: int, path: Path | None, time_limit: float | None) -> Result:
+    def _train_batch(self, batch: Sequence[Trial], end_step: int, path: Path | None, time_limit: float | None) -> Result:
         """Trains trials until `end_step`: from the start, from the runs that trained them before, or from their folder."""
         experiment = self.experiment(batch)
-        if path is not None and (finished_run := self._done(path, end_step)) is not None:
+        if path is not None and (finished_run := self._finished_run(path, end_step)) is not None:
             return finished_run
         partly, earlier_runs = (
             end_step < self.base.total_steps,
@@ -183,7 +183,7 @@ class TrialScheduler:
             if path is None and earlier_runs:
                 run_path = Path(stack.enter_context(tempfile.TemporaryDirectory()), "run")
             if earlier_runs and run_path is not None and not store.holds_run(run_path):
-                load_cached = functools.cache(self._load)
+                load_cached = functools.cache(self._load_run)
                 parts = [(run if isinstance(run, Result) else load_cached(run), member) for run, member in earlier_runs]
                 joined(experiment, parts).save(run_path)
             result = train(
@@ -199,14 +199,14 @@ class TrialScheduler:
             )
         return result if path is not None else dataclasses.replace(result, folder=None)
 
-    def _load(self, path: Path) -> Result:
+    def _load_run(self, path: Path) -> Result:
         return Result.load(path, **self.base.objects)
 
-    def _done(self, path: Path, end_step: int) -> Result | None:
+    def _finished_run(self, path: Path, end_step: int) -> Result | None:
         """Returns the result of a run that has already done all steps until `end_step`."""
         if not store.holds_run(path) or not checkpoint.complete_checkpoints(path):
             return None
-        result = self._load(path)
+        result = self._load_run(path)
         steps_per_iteration = result.experiment.steps_per_iteration
         iterations = min(math.ceil(end_step / steps_per_iteration), self.base.total_steps // steps_per_iteration)
         iterations_done = int(result.history["iteration"][-1]) if len(result.history["iteration"]) else 0
@@ -259,7 +259,7 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
     return join_members([(cut(run), slice(member, member + first_run.seeds)) for run, member in parts], experiment)
 
 
-def _on_host(result: Result) -> Result:
+def _move_to_host(result: Result) -> Result:
     """Moves the state of a result to the host, which frees the devices for the next run."""
     if all(device.platform == "cpu" for leaf in jax.tree.leaves(result.run_state) for device in leaf.devices()):
         return result

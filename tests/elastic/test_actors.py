@@ -605,7 +605,7 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
         _arrived=queue.SimpleQueue(),
         _say=lambda line: None,
     )
-    learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
+    learner._describe_flaw = functools.partial(actor_pool.ActorPool._describe_flaw, learner)
 
     async def exchange():
         sender = SimpleNamespace(message=lambda packed: (None, packed))

@@ -132,7 +132,7 @@ def test_a_constant_that_is_not_finite_is_named(name):
 def test_the_finding_stays_where_no_temporary_file_can_be_written(monkeypatch):
     """A run without a folder writes its first bad step to a temporary one."""
     found = SimpleNamespace(iteration=3, member=None, origin=SimpleNamespace(fragment="learn"))
-    monkeypatch.setattr("msrl_jax.nonfinite.search._failure", lambda run, guard: found)
+    monkeypatch.setattr("msrl_jax.nonfinite.search._find_failure", lambda run, guard: found)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     told = explain_finding(SimpleNamespace(path=None), Finding("loss", None, 4, None), None)
     assert (told.iteration, told.failure, told.replay) == (3, found, None)

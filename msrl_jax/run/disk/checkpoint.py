@@ -56,7 +56,7 @@ class Checkpoint:
     is_readable: bool = True  # whether the seal is valid
 
 
-def _by_itself() -> Any:
+def _this_process_only() -> Any:
     """Returns options with which Orbax reads and writes in this process without waiting for others."""
     import orbax.checkpoint as ocp
 
@@ -77,7 +77,7 @@ class CheckpointWriter:
     def __init__(self, path: Path, keep: int):
         """Removes incomplete checkpoints of a killed run; no other process may write to the folder."""
         self._folder, self._keep = path / CHECKPOINTS, keep
-        _errors_only_raised()
+        _silence_storage_errors()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs compile
         self._pending: concurrent.futures.Future[None] | None = None
@@ -116,7 +116,9 @@ class CheckpointWriter:
             with _as_os_error(path):
                 self._folder.mkdir(exist_ok=True)  # but not its parents: if the folder of a run was moved, do not split the run
                 # Use one per checkpoint, because it would raise some of its errors only at later checkpoints.
-                checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+                checkpointer = ocp.AsyncCheckpointer(
+                    ocp.StandardCheckpointHandler(), multiprocessing_options=_this_process_only()
+                )
                 checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
         except OSError:
             self._remove_incomplete()
@@ -129,8 +131,8 @@ class CheckpointWriter:
             with _as_os_error(path):
                 checkpointer.close()
                 checkpointer.check_for_errors()
-                seal = to_json(seal | {"files": _sums(path)})
-                write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
+                seal = to_json(seal | {"files": _file_checksums(path)})
+                write_json(path / SEAL, seal | {"sum": _seal_checksum(seal)}, indent=None)
         except BaseException:
             self._remove_incomplete()
             raise
@@ -163,12 +165,12 @@ class CheckpointWriter:
         self._worker.shutdown()
 
 
-def _sum(seal: Mapping[str, Any]) -> str:
+def _seal_checksum(seal: Mapping[str, Any]) -> str:
     content = {name: value for name, value in seal.items() if name != "sum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sums(path: Path) -> dict[str, str]:
+def _file_checksums(path: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a checkpoint except the seal."""
     sums = {}
     for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != SEAL and not p.name.startswith(f".{SEAL}.")):
@@ -188,13 +190,13 @@ def _as_os_error(path: Path) -> Iterator[None]:
         raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_informative(record: logging.LogRecord) -> bool:
     """Returns whether a log record says more than the errors that the storage library raises."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 
 @functools.cache
-def _errors_only_raised() -> None:
+def _silence_storage_errors() -> None:
     """Stops the storage library from also printing, in hundreds of lines, the errors that it raises."""
     hook = sys.unraisablehook
 
@@ -204,7 +206,7 @@ def _errors_only_raised() -> None:
 
     sys.unraisablehook = unraisable
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
+        logging.getLogger(name).addFilter(_is_informative)
 
 
 def complete_checkpoints(path: Path) -> list[Checkpoint]:
@@ -230,7 +232,7 @@ def _read_seal(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's seal; raises CheckpointError if it is damaged."""
     try:
         seal = parse_json((path / SEAL).read_text())
-        sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
+        sound = seal["sum"] == _seal_checksum(seal) and seal["iteration"] == int(path.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fact = f"{SEAL} cannot be read ({type(error).__name__}: {error})"
         raise CheckpointError(f"the checkpoint {path} is damaged: {fact}") from error
@@ -243,7 +245,7 @@ def verify(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a file of a checkpoint is missing or was changed after it was written."""
     expected_sums = _read_seal(checkpoint.path)["files"]
     try:
-        actual_sums = _sums(checkpoint.path)
+        actual_sums = _file_checksums(checkpoint.path)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: it cannot be read ({error})") from error
     damaged_files = sorted(name for name in expected_sums if actual_sums.get(name) != expected_sums[name])
@@ -262,15 +264,15 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
             if (checkpoint.path / SEAL).exists():  # otherwise the process that writes it has just deleted it
                 problems.append(str(error))
             continue
-        for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
+        for problem in [*_describe_unsealed(path, checkpoint.iteration), *problems]:
             note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
         return checkpoint
-    if problems := problems or _unsealed(path, -1):
+    if problems := problems or _describe_unsealed(path, -1):
         raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
 
 
-def _unsealed(path: Path, iteration: int) -> list[str]:
+def _describe_unsealed(path: Path, iteration: int) -> list[str]:
     """Describes unsealed checkpoints after an iteration, if the run has ended; if it has not, one is still being written."""
     folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
     lost = [folder for folder in folders if int(folder.name) > iteration and not (folder / SEAL).exists()]
@@ -300,7 +302,7 @@ def load_checkpoint(
                 place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
             expected[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
     try:
-        with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
+        with ocp.StandardCheckpointer(multiprocessing_options=_this_process_only()) as checkpointer:
             stored: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
             _check_entries(checkpoint.path, stored, expected)
             entries = checkpointer.restore(checkpoint.path.absolute(), expected)

@@ -72,7 +72,7 @@ class Saved:
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
 
-def _note(text: str) -> None:
+def _warn_of_resume(text: str) -> None:
     warnings.warn(text, ResumeWarning, stacklevel=3)
 
 
@@ -111,7 +111,7 @@ def choose_checkpoint(path: Path, which: Literal["newest", "best"] | int) -> Che
         checkpoint.best(checkpoints) if which == "best" else next((c for c in checkpoints if c.iteration == which), None)
     )
     if which == "newest":
-        chosen_checkpoint = checkpoint.newest(path, _note)
+        chosen_checkpoint = checkpoint.newest(path, _warn_of_resume)
     elif chosen_checkpoint is not None:
         checkpoint.verify(chosen_checkpoint)
     if chosen_checkpoint is None:
@@ -130,14 +130,14 @@ def choose_checkpoint(path: Path, which: Literal["newest", "best"] | int) -> Che
 
 def open_run(path: Path) -> Saved:
     """Reads the settings of a run, and finds its newest intact checkpoint; raises RunFolderError if the run does not exist."""
-    description, newest = read_description(path), checkpoint.newest(path, _note)
+    description, newest = read_description(path), checkpoint.newest(path, _warn_of_resume)
     if newest is None and (path / folder.SUMMARY).exists():
         raise CheckpointError(
             f"the run in {path} has ended, but its checkpoints are gone; restore {folder.CHECKPOINTS}, or start a new run in "
             "another folder"
         )
     if newest is None and (path / folder.ROWS).exists():
-        _note(f"the run in {path} has no checkpoint yet, and starts again from its seed")
+        _warn_of_resume(f"the run in {path} has no checkpoint yet, and starts again from its seed")
     if newest is not None:
         _check_settings(path, description, newest)
     return Saved(path, description, newest)
@@ -150,7 +150,7 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved_checkpoint
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
-def _registers(saved_checkpoint: Checkpoint, state: PyTree) -> list[int]:
+def _register_positions(saved_checkpoint: Checkpoint, state: PyTree) -> list[int]:
     """Returns the positions of the state's leaves that the registers of a checkpoint hold, in the order of the registers."""
     names, depths = (
         [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)],
@@ -172,7 +172,7 @@ def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program:
     types = agent.without_data(without_rows(full_types))
     shardings = jax.tree.leaves(agent.without_data(without_rows(state_shardings)))
     register_leaves, depths, leaves = (
-        _registers(saved_checkpoint, types),
+        _register_positions(saved_checkpoint, types),
         saved_checkpoint.progress["registers"],
         jax.tree.leaves(types),
     )
@@ -180,7 +180,7 @@ def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program:
     if not has_same_registers:
         old_depth, new_depth = (max(depth_by_name.values(), default=0) for depth_by_name in (depths, program.registers))
         consequence = f"and are now {new_depth}: the run resumes from its newest parameters"
-        _note(f"the parameters of the actors were {old_depth} iterations old, {consequence}")
+        _warn_of_resume(f"the parameters of the actors were {old_depth} iterations old, {consequence}")
     shardings = [*shardings, *(register_shardings if has_same_registers else [shardings[i] for i in register_leaves])]
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
         shardings = None
@@ -228,7 +228,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, step: int) -> None:
     if falls and learning_rate is not None:
         new_rate, old_rate = learning_rate * (1 - step / new_total), max(0.0, learning_rate * (1 - step / old_total))
         text = f": it continues from {new_rate:.3g}, after {old_rate:.3g}"
-    _note(
+    _warn_of_resume(
         f"total_steps changes from {old_total:,} to {new_total:,}, which rescales the schedule of {names}{text}. "
         f"A new run of {new_total:,} steps would give another result"
     )
@@ -324,7 +324,7 @@ def check_saved(result: Result) -> Result:
 
 
 @contextlib.contextmanager
-def _not_needed(file_content: str) -> Iterator[None]:
+def _warn_if_damaged(file_content: str) -> Iterator[None]:
     """Warns about a damaged file that an agent does not need to act."""
     try:
         yield
@@ -353,11 +353,11 @@ def load(
         types = recorded_experiment.agent.without_data(without_rows(jax.eval_shape(recorded_experiment.initial_state)))
         leaves = jax.tree.leaves(types)
         state, registers = checkpoint.load_checkpoint(
-            saved_checkpoint, types, [leaves[i] for i in _registers(saved_checkpoint, types)]
+            saved_checkpoint, types, [leaves[i] for i in _register_positions(saved_checkpoint, types)]
         )
         return saved_checkpoint, without_experience(state), registers
 
-    saved_checkpoint, state, registers = _while_replaced(path, read_checkpoint)
+    saved_checkpoint, state, registers = _retry_while_replaced(path, read_checkpoint)
     is_newest = which == "newest" or saved_checkpoint.iteration == max(
         c.iteration for c in checkpoint.complete_checkpoints(path)
     )
@@ -368,7 +368,9 @@ def load(
 def read_outcome(path: Path) -> dict[str, Any]:
     """Reads the fields of an `Outcome` from the folder of a run, to which another process may be writing."""
     description = read_description(path)
-    return _read_outcome(path, description, _while_replaced(path, lambda: choose_checkpoint(path, "newest")), is_newest=True)
+    return _read_outcome(
+        path, description, _retry_while_replaced(path, lambda: choose_checkpoint(path, "newest")), is_newest=True
+    )
 
 
 def _read_outcome(
@@ -379,10 +381,10 @@ def _read_outcome(
     progress = saved_checkpoint.progress
     summary: dict[str, Any] = {}
     if (path / folder.SUMMARY).exists() and is_newest:
-        with _not_needed("the outcome of the run"):
+        with _warn_if_damaged("the outcome of the run"):
             summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
     rows: list[Row] | None = None
-    with _not_needed("the history of the run"):
+    with _warn_if_damaged("the history of the run"):
         rows = folder.read_rows(path, progress["rows"])
     steps = None if rows is None else rows[-1]["step"] if rows else 0
     if summary and summary["status"] != "diverged" and steps not in (None, summary["total_steps"]):
@@ -400,7 +402,7 @@ def _read_outcome(
     }
 
 
-def _while_replaced(path: Path, read_checkpoint: Callable[[], T]) -> T:
+def _retry_while_replaced(path: Path, read_checkpoint: Callable[[], T]) -> T:
     """Reads a checkpoint; retries if the process that writes checkpoints has just deleted it."""
     for _ in range(_TRIES):
         checkpoints = checkpoint.complete_checkpoints(path)

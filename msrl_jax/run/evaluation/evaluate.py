@@ -128,7 +128,7 @@ class Behavior:
         return observation_type(self.env)
 
     @functools.cached_property
-    def _needed(self) -> tuple[bool, ...]:
+    def _is_needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
@@ -145,9 +145,9 @@ class Behavior:
     def take(self, state: PyTree, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
-        if any(self._needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
+        if any(self._is_needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
             raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
-        leaves = processes.to_hosts([leaf for leaf, is_needed in zip(flat, self._needed, strict=False) if is_needed])
+        leaves = processes.to_hosts([leaf for leaf, is_needed in zip(flat, self._is_needed, strict=False) if is_needed])
         if device is None:
             at_hand = bool(leaves) and jax.process_count() == 1
             device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
@@ -156,7 +156,7 @@ class Behavior:
     @property
     def leaf_types(self) -> list[jax.ShapeDtypeStruct]:
         """The leaves of one run that `take` copies."""
-        return [t for t, is_needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if is_needed]
+        return [t for t, is_needed in zip(jax.tree.leaves(self.state_type), self._is_needed, strict=True) if is_needed]
 
     def restore(self, leaves: list[jax.Array]) -> PyTree:
         """Rebuilds a state from the leaves that `take` returned; the other leaves are zeros. Call it under `jit`."""
@@ -165,7 +165,7 @@ class Behavior:
             return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
         leaf_iterator, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
-        pairs = zip(types, self._needed, strict=True)
+        pairs = zip(types, self._is_needed, strict=True)
         return jax.tree.unflatten(tree, [next(leaf_iterator) if is_needed else zeros(t) for t, is_needed in pairs])
 
 
@@ -215,14 +215,14 @@ class Evaluation:
         parts = {f"of {team}": returns for team, returns in self.team_returns.items()}
         if self.agent_returns is not None and not parts:
             parts["of each agent"] = np.moveaxis(self.agent_returns, -1, -2)
-        teams = "".join(f", {owner} {_spread(returns)}" for owner, returns in parts.items())
+        teams = "".join(f", {owner} {_format_mean(returns)}" for owner, returns in parts.items())
         unfinished = int((~self.finished).sum())
-        metrics = "".join(f", {name} {_spread(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
+        metrics = "".join(f", {name} {_format_mean(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
         metrics += ", ..." * (len(self.metrics) > MOST_SHOWN)
         note = f", {unfinished} cut off at max_steps" if unfinished else ""
         return (
-            f"Evaluation({self.returns.shape[-1]} episodes: return {_spread(self.returns)}{teams}, "
-            f"length {_fixed(self.mean_length, 1)}{metrics}{note})"
+            f"Evaluation({self.returns.shape[-1]} episodes: return {_format_mean(self.returns)}{teams}, "
+            f"length {_format(self.mean_length, 1)}{metrics}{note})"
         )
 
 
@@ -231,16 +231,16 @@ def _mean(values: np.ndarray) -> float | np.ndarray:
     return mean if np.ndim(mean) else float(mean)
 
 
-def _spread(returns: np.ndarray) -> str:
+def _format_mean(returns: np.ndarray) -> str:
     mean, spread = _mean(returns), np.std(returns, axis=-1, dtype=np.float64)
     digits = decimals(mean, spread)
-    return f"{_fixed(mean, digits)} ± {_fixed(spread, digits)}"
+    return f"{_format(mean, digits)} ± {_format(spread, digits)}"
 
 
-def _fixed(values: float | np.ndarray, digits: int) -> str:
+def _format(values: float | np.ndarray, digits: int) -> str:
     if not np.ndim(values):
         return f"{values:.{digits}f}"
-    return f"[{', '.join(_fixed(value, digits) for value in np.asarray(values))}]"
+    return f"[{', '.join(_format(value, digits) for value in np.asarray(values))}]"
 
 
 class _Episodes(NamedTuple):
@@ -257,7 +257,7 @@ class _Episodes(NamedTuple):
     metrics: EpisodeMetrics | tuple[()]
 
 
-def _beside(key: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+def _to_device_of(key: jax.Array, leaves: list[jax.Array]) -> jax.Array:
     """Copies a key to the device of leaves."""
     return jax.device_put(key, leaves[0].sharding) if leaves else key
 
@@ -279,7 +279,7 @@ class Evaluator:
     def begin(self, state: PyTree, key: jax.Array) -> None:
         """Starts to compile the program for such a state and key in another thread."""
         leaves = self.behavior.take(state)
-        self.play.begin(leaves, _beside(key, leaves))
+        self.play.begin(leaves, _to_device_of(key, leaves))
 
     def __call__(self, state: PyTree, key: jax.Array) -> Evaluation:
         """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); does not change `state`."""
@@ -288,7 +288,7 @@ class Evaluator:
     def evaluate_leaves(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
         """Evaluates the leaves that `Behavior.take` returned."""
         with host_errors():
-            played = jax.device_get(self.play(leaves, _beside(key, leaves)))
+            played = jax.device_get(self.play(leaves, _to_device_of(key, leaves)))
         check_returns_not_nan(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         values = played.pop("metrics", None)

@@ -89,7 +89,7 @@ class PBT:
                 raise ValueError(f"PBT.{name}={value!r}: use a number above 0 and at most {maximum:g}")
             object.__setattr__(self, name, float(value))
         object.__setattr__(
-            self, "search", {name: _distribution(name, distribution) for name, distribution in self.search.items()}
+            self, "search", {name: _check_distribution(name, distribution) for name, distribution in self.search.items()}
         )
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ def read_pbt(given: GivenPBT) -> PBT:
     return PBT(**{"search": {}, **given})
 
 
-def _distribution(name: str, value: object) -> ParamDistribution:
+def _check_distribution(name: str, value: object) -> ParamDistribution:
     """Returns a checked distribution, with Python numbers."""
     place = f"PBT.search[{name!r}]"
     value = param_distributions.parse_param(place, value) if isinstance(value, str) else value
@@ -229,17 +229,17 @@ def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> ja
     count = jnp.sum(ready)
     if pbt.exploit == "truncation":
         replaced = jnp.asarray([max(1, int(pbt.fraction * n + 1e-9)) for n in range(pbt.members + 1)])[count]
-        rank_to_copy = count - 1 - _below(draws, replaced)
+        rank_to_copy = count - 1 - _draw_below(draws, replaced)
         takes_part = ready & (rank < replaced)
     else:
-        other = _below(draws, count - 1)
+        other = _draw_below(draws, count - 1)
         rank_to_copy = other + (other >= rank)
         takes_part = ready
     candidate = jnp.argmax(ready[None] & (rank[None] == rank_to_copy[:, None]), axis=1)
     return jnp.where(takes_part & (count > 1) & (score[candidate] > score), candidate, order).astype(jnp.int32)
 
 
-def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
+def _draw_below(keys: jax.Array, bound: jax.Array) -> jax.Array:
     """Draws a random number below a bound for each key, `[M]`."""
     return jax.vmap(lambda key: jax.random.randint(key, (), 0, jnp.maximum(bound, 1)))(keys)
 

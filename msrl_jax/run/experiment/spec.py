@@ -195,7 +195,7 @@ class Experiment:
         source = getattr(self.algorithm, "data", None)
         return None if source is None else data.load(source)
 
-    def _of_one(self, env: Environment, *, skips: bool) -> Agent:
+    def _member_agent(self, env: Environment, *, skips: bool) -> Agent:
         def build(config: Any) -> Agent:
             agent = check_metrics(resolve.build(config, env), self.name)
             return skip_nonfinite(agent) if skips else agent
@@ -206,7 +206,7 @@ class Experiment:
     @functools.cached_property
     def behavior(self) -> Behavior:
         """The behavior of one member, with its agent."""
-        return Behavior(self._of_one(self.environment, skips=False), self.environment)
+        return Behavior(self._member_agent(self.environment, skips=False), self.environment)
 
     @functools.cached_property
     def agent(self) -> Agent:
@@ -214,7 +214,7 @@ class Experiment:
         steps, member_agent = self.recorded_steps, self.behavior.agent
         if steps is not None or self.guard == "skip":
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
-            member_agent = self._of_one(env, skips=self.guard == "skip")
+            member_agent = self._member_agent(env, skips=self.guard == "skip")
         agent = members(member_agent, self.numbers) if self.has_members else member_agent
         agent = agent if self.pbt is None else evolve(agent, self.pbt, self.rank_by)
         return counted(agent, self.iterations or None)
@@ -298,9 +298,9 @@ class Experiment:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the experiment as plain data: the part of `config.json` that determines what is computed."""
-        return self._plain() | {"data": self._data}
+        return self._plain_data() | {"data": self._data}
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain_data(self) -> dict[str, Any]:
         kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
             "algorithm": self.name,
@@ -402,7 +402,7 @@ class Experiment:
 
         Ignores lengths, because a run may be extended, and also guards and data sets.
         """
-        return difference(self._plain(), other._plain())
+        return difference(self._plain_data(), other._plain_data())
 
     def about(self) -> dict[str, Any]:
         """Returns a description of the run for its data sets."""

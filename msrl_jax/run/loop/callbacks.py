@@ -90,7 +90,7 @@ class Callbacks:
         )
         with processes.together("a callback"):
             try:
-                stops = [_answer(function, tick) for function in self._functions]
+                stops = [_call_function(function, tick) for function in self._functions]
                 answer = "stop" if any(stops) else ""
             except KeyboardInterrupt:  # end the run as Ctrl-C does
                 answer = "SIGINT"
@@ -137,7 +137,7 @@ def _read_only(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **views}
 
 
-def _answer(function: Callback, tick: Tick) -> bool:
+def _call_function(function: Callback, tick: Tick) -> bool:
     """Returns whether a function stops the run, by a Python, NumPy or JAX True; raises ValueError if it took its state."""
     states = []
     answer: Any = function(dataclasses.replace(tick, get_state=lambda: states.append(tick.get_state()) or states[-1]))
@@ -267,7 +267,7 @@ def choose_display(progress: ProgressDisplay) -> Display:
         shell = ipython.get_ipython() if ipython else None
         is_notebook = shell is not None and "IPKernelApp" in shell.config
         progress = "notebook" if is_notebook else "bar" if TolerantStream(sys.stderr).isatty() else "lines"
-    displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
+    displays = {"bar": _show_bar, "lines": _show_lines, "notebook": _show_in_notebook}
     if progress not in displays:
         raise ValueError(f"progress={shown(progress)}: choose one of {['auto', *displays]}, or False")
     return displays[progress]
@@ -276,7 +276,7 @@ def choose_display(progress: ProgressDisplay) -> Display:
 def _facts(tick: Tick, members: int = 1) -> str:
     """Formats the most important metrics as text, averaged over the members."""
     rate, unit = tick.metrics["steps_per_second"] / members, tick.unit.removeprefix("environment ")
-    facts = [f"{rate:,.0f} {unit}/s{_each(members)}"]
+    facts = [f"{rate:,.0f} {unit}/s{_per_member(members)}"]
     values = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
     for name, word in _SHOWN.items():
         teams = [f"{team} {significant(value)}" for column, value in values.items() if (team := team_of(column, name))]
@@ -289,12 +289,12 @@ def _facts(tick: Tick, members: int = 1) -> str:
     return "  ".join(facts)
 
 
-def _each(members: int) -> str:
+def _per_member(members: int) -> str:
     return " per member" * (members > 1)
 
 
 def _line(tick: Tick, total_steps: int, unit: str, members: int) -> str:
-    progress = f"{tick.step:,}/{total_steps:,} {unit}{_each(members)} ({tick.step / total_steps:.0%})"
+    progress = f"{tick.step:,}/{total_steps:,} {unit}{_per_member(members)} ({tick.step / total_steps:.0%})"
     return f"{progress}  {_facts(tick, members)}"
 
 
@@ -304,7 +304,7 @@ def _is_evaluated(tick: Tick) -> bool:
 
 
 @contextlib.contextmanager
-def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -314,7 +314,7 @@ def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) ->
 
     console = Console(file=progress_stream())  # type: ignore[arg-type]
     narrow = console.width < 100
-    per_member = _each(members)
+    per_member = _per_member(members)
     count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}{per_member}", table_column=Column(no_wrap=True))
     widest = 30 - len(per_member) * narrow
     name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=widest))
@@ -345,7 +345,7 @@ def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) ->
 
 
 @contextlib.contextmanager
-def _lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     stream = progress_stream()
     print(f"{title}: compiling", file=stream, flush=True)
     last_time = -np.inf
@@ -361,13 +361,13 @@ def _lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) 
 
 
 @contextlib.contextmanager
-def _notebook(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_in_notebook(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from IPython.display import HTML, display
 
     def page(step: int, facts: str) -> HTML:
         return HTML(
             f"<div><b>{html.escape(title)}</b> <progress max='{total_steps}' value='{step}'></progress> "
-            f"{step:,}/{total_steps:,} {html.escape(unit)}{_each(members)} &nbsp; {html.escape(facts)}</div>"
+            f"{step:,}/{total_steps:,} {html.escape(unit)}{_per_member(members)} &nbsp; {html.escape(facts)}</div>"
         )
 
     handle = display(page(0, "compiling"), display_id=True)

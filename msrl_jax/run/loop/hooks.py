@@ -270,9 +270,9 @@ class Checkpoints:
         if self._writer is not None:
             assert run.path is not None
             self._writer.set_aside(run.iteration)
-            self._best = self._best_saved(run)
+            self._best = self._best_score(run)
 
-    def _best_saved(self, run: Run) -> float:
+    def _best_score(self, run: Run) -> float:
         assert run.path is not None
         return max((c.score for c in complete_checkpoints(run.path) if c.score is not None), default=-math.inf)
 
@@ -309,16 +309,16 @@ class Checkpoints:
         try:
             self._writer.wait()
         except OSError as error:  # an error of the previous one: this one may succeed
-            self._failed(run, error)
+            self._note_failure(run, error)
         try:
             self._writer.save(run.iteration, state, registers, progress, new_score)
             self.error, self._best = None, max(self._best, -math.inf if new_score is None else new_score)
         except OSError as error:
-            self._failed(run, error)
+            self._note_failure(run, error)
         run.saving_seconds = now() - start
 
-    def _failed(self, run: Run, error: OSError) -> None:
-        self.error, self._best = error, self._best_saved(run)
+    def _note_failure(self, run: Run, error: OSError) -> None:
+        self.error, self._best = error, self._best_score(run)
         warnings.warn(f"the run continues without a new checkpoint: {error}", folder.SaveWarning, stacklevel=3)
 
     def wait(self) -> None:

@@ -92,7 +92,7 @@ def exported_policy(behavior: Behavior, state: PyTree, sample: bool) -> Policy:
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("export needs an agent whose initial carry is all zeros, so that callers can start an episode")
-    observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
+    observations, parts = _arrays_by_name(observed), enumerate(jax.tree.leaves(carried))
     carry_inputs = {f"carry_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
@@ -113,10 +113,10 @@ def exported_policy(behavior: Behavior, state: PyTree, sample: bool) -> Policy:
     return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | key_input)
 
 
-def _names_of(observed: PyTree) -> dict[str, Any]:
+def _arrays_by_name(observed: PyTree) -> dict[str, Any]:
     """Returns the arrays of an observation by name: `obs`, `obs_PATH` for a pytree, and `action_mask`."""
     if isinstance(observed, MaskedObservation):
-        return _names_of(observed.obs) | {"action_mask": observed.action_mask}
+        return _arrays_by_name(observed.obs) | {"action_mask": observed.action_mask}
     paths = jax.tree_util.tree_leaves_with_path(observed)
     return {"_".join(["obs", *filter(None, [jax.tree_util.keystr(path, simple=True, separator="_")])]): x for path, x in paths}
 
@@ -137,14 +137,14 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
         raise ValueError(
             f"the policy cannot be traced for an arbitrary batch size ({_first_line(error)}); give one, such as batch=1"
         ) from error
-    text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
+    text = json.dumps(to_json({**about, "inputs": _describe_arrays(inputs), "outputs": _describe_arrays(outputs)}))
     content = _FORMATS[suffix](policy, inputs, list(outputs), text)
     with replacing(path) as partial:
         partial.write_bytes(content)
     return path
 
 
-def _jaxexport(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
+def _to_jaxexport(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         return policy.run(**arrays)
 
@@ -152,7 +152,7 @@ def _jaxexport(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outpu
     return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
 
 
-def _onnx(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
+def _to_onnx(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
     # Inputs that no action needs, such as keys of the state, have no ONNX counterpart.
     pruned = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
@@ -182,10 +182,10 @@ def _onnx(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: l
     return model.SerializeToString()
 
 
-_FORMATS = {".jaxexport": _jaxexport, ".onnx": _onnx}
+_FORMATS = {".jaxexport": _to_jaxexport, ".onnx": _to_onnx}
 
 
-def _described(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
+def _describe_arrays(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
     return {name: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for name, x in arrays.items()}
 
 

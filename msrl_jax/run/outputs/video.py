@@ -65,8 +65,8 @@ class Video:
         return f"Video({self.title}; {'; '.join(self.captions)})"
 
     def _repr_html_(self) -> str:
-        picture = base64.b64encode(_gif(self)).decode()
-        return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_text(self)}</figcaption></figure>'
+        picture = base64.b64encode(_gif_bytes(self)).decode()
+        return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_caption_html(self)}</figcaption></figure>'
 
     def save(self, path: Path) -> Path:
         """Writes a file in the format of its suffix: `.gif`, `.mp4`, or `.html`, a self-contained page with a player.
@@ -79,7 +79,7 @@ class Video:
             if path.suffix.lower() == ".mp4":
                 _write_mp4(self, partial)
             else:
-                partial.write_bytes(_gif(self) if path.suffix.lower() == ".gif" else _page(self).encode())
+                partial.write_bytes(_gif_bytes(self) if path.suffix.lower() == ".gif" else _player_page(self).encode())
         return path
 
 
@@ -98,17 +98,17 @@ def check_file(path: Path) -> None:
 def film(behavior: Behavior, state: PyTree, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
     """Plays greedy episodes one after another, and renders them."""
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
-    fps = None if fps is None else _rate("fps", fps)
+    fps = None if fps is None else _check_rate("fps", fps)
     leaves = behavior.take(state)
     if hasattr(behavior.env, "film"):
-        played = [_filmed(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
+        played = [_film_episode(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
         pictures, rates, returns = zip(*played, strict=True)
-        return Video([_checked(behavior.env, episode) for episode in pictures], returns, fps or rates[0], title)
-    draw, rate = _drawing(behavior.env)
-    play = _recorder(behavior, max_steps)
+        return Video([_stack_pictures(behavior.env, episode) for episode in pictures], returns, fps or rates[0], title)
+    draw, rate = _renderer_of(behavior.env)
+    play = _make_recorder(behavior, max_steps)
     keys = [jax.random.fold_in(key_for("video", jax.random.key(seed)), i) for i in range(episodes)]
     recorded = [play(leaves, key) for key in keys]
-    pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
+    pictures = [_draw_states(behavior.env, draw, states) for states, _ in recorded]
     return Video(pictures, [total for _, total in recorded], fps or rate, title)
 
 
@@ -175,7 +175,7 @@ class Filming:
         if run.path is None:
             raise ValueError("videos of a run are written to its folder; give it one, train(..., out=FOLDER)")
         if not hasattr(env := run.experiment.behavior.env, "film"):
-            _drawing(env)
+            _renderer_of(env)
         self._from = run.step
 
     def after(self, run: Run) -> None:
@@ -194,7 +194,9 @@ class Filming:
             recording.save(run.path / FILMS / f"{run.step}.gif")
 
 
-def _filmed(behavior: Behavior, leaves: list[jax.Array], seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
+def _film_episode(
+    behavior: Behavior, leaves: list[jax.Array], seed: int, max_steps: int
+) -> tuple[list[np.ndarray], float, float]:
     """Plays an episode of an environment that renders itself during the episode."""
     carry = behavior.initial_carry(1)
     choose = jax.jit(lambda leaves, obs, carry: behavior.act_with_carry(behavior.restore(leaves), obs, carry))
@@ -207,11 +209,11 @@ def _filmed(behavior: Behavior, leaves: list[jax.Array], seed: int, max_steps: i
     return behavior.env.film(act, seed, max_steps)  # type: ignore[attr-defined]
 
 
-def _drawing(env: Environment) -> tuple[Callable[[Any], Any], float]:
+def _renderer_of(env: Environment) -> tuple[Callable[[Any], Any], float]:
     """Returns the function that renders a recorded state (or an observation), and the number of frames per second."""
     if hasattr(env, "render") and not is_on_host(env):
         fps = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
-        return env.render, _rate(f"render_fps of {env_name(env)}", fps)
+        return env.render, _check_rate(f"render_fps of {env_name(env)}", fps)
     space = env.observation_space
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
         channels = 3 if space.shape[-1] % 3 == 0 else 1  # the newest of stacked frames
@@ -219,7 +221,7 @@ def _drawing(env: Environment) -> tuple[Callable[[Any], Any], float]:
     raise ValueError(f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]")
 
 
-def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], jax.Array], tuple[list[Any], float]]:
+def _make_recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], jax.Array], tuple[list[Any], float]]:
     """Makes a function that plays an episode and returns its data to render, from first to last state, and its return."""
     copies, several = vectorize(behavior.env, 1), has_agents(behavior.env)
     has_states = not is_on_host(behavior.env) and hasattr(behavior.env, "render")
@@ -248,10 +250,10 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], 
     def play(leaves: list[jax.Array], key: jax.Array) -> tuple[list[Any], float]:
         with host_errors():
             running, first_frame = begin(leaves, key)
-            frames, total, is_over = [next(_rows(jax.tree.map(lambda x: x[None], first_frame)))], 0.0, False
+            frames, total, is_over = [next(_each_state(jax.tree.map(lambda x: x[None], first_frame)))], 0.0, False
             while not is_over and len(frames) <= max_steps:
                 running, (states, rewards, ends) = chunk(leaves, running)
-                for row, reward, end in zip(_rows(states), np.asarray(rewards), np.asarray(ends), strict=True):
+                for row, reward, end in zip(_each_state(states), np.asarray(rewards), np.asarray(ends), strict=True):
                     if is_over or len(frames) > max_steps:
                         break
                     frames.append(row)
@@ -262,7 +264,7 @@ def _recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], 
     return play
 
 
-def _rows(stacked: PyTree) -> Iterator[Any]:
+def _each_state(stacked: PyTree) -> Iterator[Any]:
     """Yields the states of one environment from those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
     leaves, tree = jax.tree.flatten(stacked)
     leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
@@ -270,22 +272,22 @@ def _rows(stacked: PyTree) -> Iterator[Any]:
         yield jax.tree.unflatten(tree, [x[t, 0] if is_key(x) else np.asarray(x[t, 0]) for x in leaves])
 
 
-def _rate(name: str, value: Any) -> float:
+def _check_rate(name: str, value: Any) -> float:
     number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # NumPy or JAX scalar
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < np.inf:
         raise ValueError(f"{name}={value!r}: use a number of pictures per second above 0")
     return float(number)
 
 
-def _drawn(env: Environment, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
+def _draw_states(env: Environment, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
     try:
-        return _checked(env, [draw(state) for state in states])
+        return _stack_pictures(env, [draw(state) for state in states])
     except Exception as error:
         error.add_note(f"raised while {env_name(env)} was drawn for a video")
         raise
 
 
-def _checked(env: Environment, pictures: Sequence[Any]) -> np.ndarray:
+def _stack_pictures(env: Environment, pictures: Sequence[Any]) -> np.ndarray:
     arrays = [np.asarray(x) for x in pictures]
     shapes = {(x.shape, x.dtype.name) for x in arrays}
     (shape, dtype), *other_sizes = sorted(shapes)
@@ -296,11 +298,11 @@ def _checked(env: Environment, pictures: Sequence[Any]) -> np.ndarray:
     return np.stack(arrays)
 
 
-def _text(video: Video) -> str:
+def _caption_html(video: Video) -> str:
     return html.escape(f"{video.title}. {'; '.join(video.captions)}")
 
 
-def _gif(video: Video) -> bytes:
+def _gif_bytes(video: Video) -> bytes:
     from PIL import Image
 
     pictures = [Image.fromarray(x) for x in np.concatenate(list(video.episodes))]
@@ -356,7 +358,7 @@ show();
 """
 
 
-def _page(video: Video) -> str:
+def _player_page(video: Video) -> str:
     from PIL import Image
 
     encoded, captions = [], []

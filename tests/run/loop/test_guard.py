@@ -193,7 +193,7 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
         iteration=1,
         iterations=1,
     )
-    module._begin(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
+    module._begin_run(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
     wanted = again(state, 2, 0, experiment)
     assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
     assert run.run_state.inner["key"] == wanted.inner["key"]
