@@ -93,7 +93,7 @@ def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
     drawn = [board.draw(rng, "ppo").worker for _ in range(4000)]
     for name, share in (("b", 4 / 7), ("c", 2 / 7), ("a", 1 / 7)):
         assert abs(drawn.count(name) / 4000 - share) < 5 * np.sqrt(share * (1 - share) / 4000)
-    assert board.draw(rng, "dqn") is None and board.draw(rng, "ppo", below=1) is None
+    assert board.draw(rng, "dqn") is None and board.draw(rng, "ppo", max_step=1) is None
     done = {"algorithm": "dqn", "step": 1, "finished": True, "parent": None, "worker": "d"}
     assert board.put(folder_of(tmp_path, "d"), 4.0, **done)
     assert board.draw(rng, "dqn") is None, "a member that has finished, of a worker with fewer steps, is not trained on"
