@@ -108,14 +108,16 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     """Else their score would be that of the luckiest evaluation."""
     keys = []
     chosen = SimpleNamespace(
-        of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=()
+        evaluate_leaves=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}),
+        env=None,
+        teams=(),
     )
     for module in ("msrl_jax.report.best_agents", "msrl_jax.run.loop.hooks"):
         monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
     monkeypatch.setattr("msrl_jax.report.best_agents.close_simulators", lambda env: None)
     key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
     experiment = SimpleNamespace(
-        behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key
+        behavior=SimpleNamespace(leaf_types=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key
     )
     reproduction.BestAgents().play(experiment, 4)
     keys += [Evaluating(experiment, 4, None)._key, key]
