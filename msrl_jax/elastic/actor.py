@@ -83,8 +83,7 @@ class _Actor:
         self.run = about["run"]
         try:
             if self.program is None or about["experiment"] != self.about:  # a different run
-                description = about["experiment"]
-                experiment = self.experiment or Experiment.from_json(description, where="the learner", trust=self.trust)
+                experiment = self.experiment or Experiment.from_json(about["experiment"], where="the learner", trust=self.trust)
                 self.program = split_program(experiment)
                 self.about = about["experiment"]
             _ = self.program.act

@@ -46,8 +46,10 @@ def _find_failure(run: Run, guard: Guard) -> Failure | str:
     state, begin, _ = guard.earlier(run)
     iterations = run.finding.iteration - begin
     if begin < run.changed_at:
-        moment = f"after iteration {run.changed_at}, which is later than the last saved state"
-        return f"A callback changed environment parameters {moment}."
+        return (
+            f"A callback changed environment parameters after iteration {run.changed_at}, which is later than the last saved "
+            "state."
+        )
     if iterations < 1:
         return "No finite state from before that iteration was kept."
     if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:

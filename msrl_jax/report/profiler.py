@@ -84,8 +84,10 @@ def profile(
     title = f"{experiment.name} on {experiment.env_name}, {experiment.steps_per_iteration:,} {experiment.agent.unit} each"
     note(f"compiling {title}, {spec(resolved_policy)} ...")
     state = experiment.start(program)
-    count = used_devices["count"]
-    name = f"{spec(resolved_policy)} on {count} {used_devices['platform']} device{'s' * (count > 1)}"
+    name = (
+        f"{spec(resolved_policy)} on {used_devices['count']} {used_devices['platform']} "
+        f"device{'s' * (used_devices['count'] > 1)}"
+    )
     return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, note=note)
 
 

@@ -226,8 +226,10 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, step: int) -> None:
         return
     names = " and ".join(["the learning rate"] * bool(falls) + [beta] * bool(rises) + list(scheduled))
     if falls and learning_rate is not None:
-        new_rate, old_rate = learning_rate * (1 - step / new_total), max(0.0, learning_rate * (1 - step / old_total))
-        text = f": it continues from {new_rate:.3g}, after {old_rate:.3g}"
+        text = (
+            f": it continues from {learning_rate * (1 - step / new_total):.3g}, "
+            f"after {max(0.0, learning_rate * (1 - step / old_total)):.3g}"
+        )
     _warn_of_resume(
         f"total_steps changes from {old_total:,} to {new_total:,}, which rescales the schedule of {names}{text}. "
         f"A new run of {new_total:,} steps would give another result"
