@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -165,7 +166,7 @@ def bytes_per_step(env: Environment) -> int:
     return row + 1  # `truncated`
 
 
-def agents_of(env: Environment) -> dict[str, list[str]]:
+def agents_of(env: Any) -> dict[str, list[str]]:
     """Returns the names of the agents for `Dataset.about`; empty if there is one agent."""
     return {"agents": list(env.agents)} if has_agents(env) else {}
 

@@ -22,7 +22,7 @@ class Packing:
     kinds: Sequence[Any]  # shapes and dtypes of the published arrays
 
     @classmethod
-    def from_codec(cls, codec: Codec | str | None, kinds: Sequence[Any]) -> "Packing":
+    def from_codec(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
         """Returns the packing of a codec name; raises ValueError if the codec is not for parameters."""
         resolved = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
         if resolved is not None and not (isinstance(resolved, Codec) and resolved.encode is BFLOAT16.encode):

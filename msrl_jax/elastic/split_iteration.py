@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,7 +94,7 @@ class Halves:
             digest.update(str(value).encode())
         return digest.hexdigest()
 
-    def _constants(self) -> dict[Value, jax.Array]:
+    def _constants(self) -> dict[Value, Any]:
         return dict(self.schedule.constants)
 
 

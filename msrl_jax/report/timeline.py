@@ -86,7 +86,7 @@ def _trace_to(folder: str, options: Any) -> Iterator[None]:
             ) from error
 
 
-def _read_spans(data: jax.profiler.ProfileData) -> tuple[list[Span], int]:
+def _read_spans(data: Any) -> tuple[list[Span], int]:
     spans: list[Span] = []
     number, window = 0, (0.0, 0.0)
     for plane in data.planes:

@@ -19,7 +19,7 @@ from msrl_jax import cli
 from msrl_jax.run import NotSavedError, Result, ResumeWarning, RunFolderError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.tournament import Leaderboard
-from msrl_jax.tournament.worker import _copied
+from msrl_jax.tournament.worker import _copy_run
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 
@@ -236,7 +236,7 @@ def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path
     (parent,) = board.entries
     made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, **dict(SMALL))
     for number in (1, 2):
-        assert _copied(parent, tmp_path / str(number), number, made)
+        assert _copy_run(parent, tmp_path / str(number), number, made)
     states = [Result.load(path, env=RandomWalk()).run_state for path in (parent.path, tmp_path / "1", tmp_path / "2")]
     of_keys = 0
     for leaves in zip(*map(jax.tree.leaves, states), strict=True):

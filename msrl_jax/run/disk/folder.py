@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from msrl_jax._files import parse_json, replacing, writing
-from msrl_jax.fragments.placement import Device
 from msrl_jax.run.evaluation.history import Row, scalars
 from msrl_jax.run.experiment.plain_data import RunFolderError, to_json
 
@@ -59,7 +58,7 @@ def versions(*packages: str) -> dict[str, str]:
     return found_versions
 
 
-def describe_devices(devices: Sequence[Device]) -> dict[str, Any]:
+def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Describes the devices in use (platform, kind, number), and the JAX and XLA settings that affect the last bits."""
     config: Any = jax.config
     return {

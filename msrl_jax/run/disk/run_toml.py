@@ -30,7 +30,7 @@ def repeating(experiment: Experiment, about: Mapping[str, Any]) -> str:
       with the key `object`, which the command line rejects.
     """
     options = {
-        "algo": _algorithm_name(experiment),
+        "algo": _algorithm_value(experiment),
         "env": about["env_spec"] or {"object": about["env_object"] or about["env"]},
         "env_params": _params_value(about["env_params"]),
         "policy": _policy_value(about["policy"]),
@@ -53,7 +53,7 @@ def _entry(name: str, value: object, doc: str = "") -> str:
     return note + toml.entry(name, value, doc)
 
 
-def _algorithm_name(experiment: Experiment) -> str:
+def _algorithm_value(experiment: Experiment) -> str | dict[str, str]:
     kind = type(experiment.algorithm)
     return experiment.name if kind.__module__.startswith("msrl_jax.") else reference(kind)
 

@@ -250,7 +250,7 @@ class _Episodes(NamedTuple):
     env_state: PyTree
     obs: PyTree
     carry: PyTree
-    agent_returns: jax.Array | tuple[()]
+    agent_returns: Any  # () for one agent
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
@@ -313,7 +313,7 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             is_answered = None if several else episode_metrics.answered(t)
             return e.running if is_answered is None else e.running & is_answered
 
-        def without_lost(e: _Episodes, t: TimeStep) -> _Episodes:
+        def without_lost(e: _Episodes, t: Any) -> _Episodes:
             """Restarts episodes that simulators lost (truncated without an answer); training does not count them either."""
             lost = e.running & t.truncated & ~t.terminated & ~t.valid
             keep = lambda fresh, x: jnp.where(lost.reshape(-1, *(1,) * (x.ndim - 1)), fresh, x)

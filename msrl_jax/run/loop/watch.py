@@ -60,7 +60,7 @@ def _flags(sharding: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Ar
 def non_finite(leaves: Sequence[jax.Array], positions: Sequence[int]) -> list[int]:
     """Returns the positions, among `positions`, of the non-finite leaves, on any meshes; moves nothing to the host."""
     bad_positions: list[int] = []
-    meshes: dict[frozenset[jax.Device], list[int]] = {}
+    meshes: dict[frozenset[object], list[int]] = {}
     for i in positions:
         devices = list(leaves[i].sharding.device_set)
         # NumPy reads it without a copy. All processes must check in the same way, because they read the results together.

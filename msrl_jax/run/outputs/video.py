@@ -209,7 +209,7 @@ def _film_episode(
     return behavior.env.film(act, seed, max_steps)  # type: ignore[attr-defined]
 
 
-def _renderer_of(env: Environment) -> tuple[Callable[[Any], Any], float]:
+def _renderer_of(env: Any) -> tuple[Callable[[Any], Any], float]:
     """Returns the function that renders a recorded state (or an observation), and the number of frames per second."""
     if hasattr(env, "render") and not is_on_host(env):
         fps = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
