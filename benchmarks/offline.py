@@ -25,6 +25,7 @@ from comparison import machine, our_versions, rewrite
 from scipy import stats
 
 import msrl_jax as msrl
+from msrl_jax.cli import argument_types
 from msrl_jax.envs import Discrete
 from msrl_jax.offline_evaluation import FittedQ, estimate_return
 from msrl_jax.report import curves, recipe
@@ -294,9 +295,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=[*ENVS], default=[*ENVS], help="measure these; keep others of the record")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to try the command out")
-    parser.add_argument("--json", type=curves.new_file, required=True, help="write the record here, after every environment")
+    parser.add_argument(
+        "--json", type=argument_types.new_file, required=True, help="write the record here, after every environment"
+    )
     parser.add_argument("--docs", type=Path, help="rewrite the tables in this page")
-    parser.add_argument("--svg", type=curves.new_file, help="draw the figure here")
+    parser.add_argument("--svg", type=argument_types.new_file, help="draw the figure here")
     args = parser.parse_args(argv)
     sizes = TINY if args.tiny else Sizes()
     old = json.loads(args.json.read_text())["environments"] if args.json.exists() else {}

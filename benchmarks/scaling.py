@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from comparison import rewrite
 
+from msrl_jax.cli import argument_types
 from msrl_jax.fragments.plan.text import size
 from msrl_jax.fragments.plan.topologies import cpus_of
 from msrl_jax.report import curves
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", type=Path, default=[], help="JSON files of earlier calls")
     parser.add_argument("--json", type=Path, help="write --rows here as one record")
     parser.add_argument("--docs", type=Path, help="rewrite the table of --rows in this page")
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure of --rows")
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure of --rows")
     args = parser.parse_args(argv)
     if args.rows:
         record = {"rows": [row for file in args.rows for row in json.loads(file.read_text())["rows"]]}

@@ -26,6 +26,7 @@ from examples.twenty_questions import UTTERANCE, Dialogues, TwentyQuestions
 from msrl_jax import envs, replay
 from msrl_jax.agents.agent import split_keys
 from msrl_jax.algorithms import Agent, config, field, tunable
+from msrl_jax.cli import argument_types
 from msrl_jax.fragments.counters import at_least
 from msrl_jax.loops.off_policy import select
 from msrl_jax.losses import clipped_surrogate_loss, value_loss
@@ -285,10 +286,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains by each method on all seeds, and prints the returns in the last fifth of the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", choices=NAMES, nargs="+", default=list(NAMES))
-    parser.add_argument("--seeds", type=curves.positive, default=3)
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=3)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     if args.policy != "auto":  # cloning takes minutes, so devices are counted before it
         msrl.policies.get(args.policy).layout(jax.devices(), {"env": ArCHer.num_envs})

@@ -26,6 +26,7 @@ from msrl_jax.agents.action_spaces import check_bounded
 from msrl_jax.agents.agent import learning_rate_at, split_keys, steps_before
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
 from msrl_jax.algorithms import SAC, Agent, Hindsight, Replay, config, field, tunable
+from msrl_jax.cli import argument_types
 from msrl_jax.envs.actions import action_transform, uniform_actions
 from msrl_jax.envs.goals import goals_of
 from msrl_jax.fragments.counters import at_least
@@ -286,11 +287,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains all algorithms on all seeds, and prints how many goals they reach."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=list(TASKS))
-    parser.add_argument("--seeds", type=curves.positive, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--episodes", type=curves.positive, default=200, help="that each agent plays afterwards")
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=5, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--episodes", type=argument_types.positive_int, default=200, help="that each agent plays afterwards")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     runs: dict[str, dict[str, Any]] = {task: {} for task in args.tasks}
     for task in args.tasks:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms import Agent, config, counted, field, tunable
+from msrl_jax.cli import argument_types
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.losses import clipped_surrogate_loss
 from msrl_jax.policies import Layout, Placement
@@ -286,10 +287,10 @@ def figure(runs: dict[str, msrl.Result], found: dict[str, np.ndarray]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains with and without adaptation on all seeds, and prints what one step brings on new tasks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=curves.positive, default=5)
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=5)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     runs = {name: train(rate, args.seeds, policy=args.policy) for name, rate in TRAINED.items()}
     found = {name: on_new_tasks(runs.get(name.partition(",")[0]), rate, args.seeds) for name, rate in RATES.items()}

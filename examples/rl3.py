@@ -19,6 +19,7 @@ import numpy as np
 
 import msrl_jax as msrl
 from msrl_jax import meta
+from msrl_jax.cli import argument_types
 from msrl_jax.report import curves
 
 SETTINGS = {
@@ -125,13 +126,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains both algorithms on all seeds, and prints what they earn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", choices=TASKS, default="mdps")
-    parser.add_argument("--seeds", type=curves.positive, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--steps", type=curves.positive, default=500_000, help="environment steps of each seed")
-    parser.add_argument("--episodes", type=curves.positive, default=512, help="meta-episodes that each agent plays afterwards")
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=5, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--steps", type=argument_types.positive_int, default=500_000, help="environment steps of each seed")
+    parser.add_argument(
+        "--episodes", type=argument_types.positive_int, default=512, help="meta-episodes that each agent plays afterwards"
+    )
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
-    parser.add_argument("--json", type=curves.new_file, help="file for the numbers")
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure")
+    parser.add_argument("--json", type=argument_types.new_file, help="file for the numbers")
     args = parser.parse_args(arguments)
     tasks = TASKS[args.tasks]()
     found = {

@@ -24,6 +24,7 @@ from flax import linen as nn
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import DQN, PPO, Replay
+from msrl_jax.cli import argument_types
 from msrl_jax.kernels.networks import matmul
 from msrl_jax.networks.convolutions import convolution
 from msrl_jax.networks.layers import dense
@@ -278,10 +279,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", choices=ALGORITHMS, nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--games", choices=GAMES, nargs="+", default=list(GAMES))
-    parser.add_argument("--seeds", type=curves.positive, default=3, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=3, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--svg", type=curves.new_file, help="file for a figure")
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--svg", type=argument_types.new_file, help="file for a figure")
     args = parser.parse_args(arguments)
     found = {}
     for algorithm in args.algorithms:

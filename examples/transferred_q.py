@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.cli import argument_types
 from msrl_jax.report import curves
 
 GRID = 2.0**30
@@ -281,9 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs both experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="GPUOnly")
-    parser.add_argument("--cpu-devices", type=curves.cpu_devices)
-    parser.add_argument("--seeds", type=curves.positive, default=5)
-    parser.add_argument("--svg", type=curves.new_file)
+    parser.add_argument("--cpu-devices", type=argument_types.cpu_devices)
+    parser.add_argument("--seeds", type=argument_types.positive_int, default=5)
+    parser.add_argument("--svg", type=argument_types.new_file)
     args = parser.parse_args(arguments)
     seeds, uncorrected = range(args.seeds), Setting(correction_weight=1e9)
     found, pooled = (run(setting, seeds, SOURCES, args.policy)["error"][..., -1] for setting in (OFFLINE, uncorrected))

@@ -43,7 +43,7 @@ def run(tmp_path):
 
 def parsed(ran):
     """The arguments of the commands, as the command line understands them."""
-    return [parse(words[0], COMMANDS[words[0]], words[1:]).given for words in map(shlex.split, ran.splitlines())]
+    return [parse(words[0], COMMANDS[words[0]], words[1:]).values for words in map(shlex.split, ran.splitlines())]
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 143])

@@ -47,14 +47,14 @@ class Command:
       function: the function to run. It gets one dictionary per entry of `parts`, with the given arguments, and its own options
         by name; it returns an `Output`. The first line of its docstring is the help text.
       parts: library functions whose parameters are also options; an option that several have is passed to each of them.
-      others: functions whose parameters are options that the command line itself uses.
+      extra: functions whose parameters are options that the command line itself uses.
       sweeps: whether config fields take several values.
       check: raises the command's error for wrong arguments of the first part, as far as they are known without running it.
     """
 
     function: Callable[..., Output]
     parts: tuple[OptionGroup, ...]
-    others: tuple[OptionGroup, ...]
+    extra: tuple[OptionGroup, ...]
     sweeps: bool
     check: Callable[[dict[str, Any]], object] | None
 
@@ -70,32 +70,40 @@ class Command:
 
     def options(self) -> dict[str, Option]:
         """Returns the options by name, without the fields of configs."""
-        found: dict[str, Option] = {}
-        for part in (OptionGroup(self.function), *self.parts, *self.others, OptionGroup(General)):
-            found |= {option.name: option for option in part.options() if option.name not in found}
-        return found
+        options_by_name: dict[str, Option] = {}
+        for part in (OptionGroup(self.function), *self.parts, *self.extra, OptionGroup(General)):
+            options_by_name |= {option.name: option for option in part.options() if option.name not in options_by_name}
+        return options_by_name
 
-    def __call__(self, given: Mapping[str, Any]) -> Output:
+    def __call__(self, values: Mapping[str, Any]) -> Output:
         """Runs the command with the given values of options and fields."""
-        known, own = self.options(), inspect.signature(self.function).parameters
-        of_parts = [
-            {name: x for name, x in given.items() if (part.takes(name) if name in known else part.has_fields)}
+        options_by_name, parameters = self.options(), inspect.signature(self.function).parameters
+        arguments_of_parts = [
+            {
+                name: value
+                for name, value in values.items()
+                if (part.takes(name) if name in options_by_name else part.has_fields)
+            }
             for part in self.parts
         ]
-        several = next((given.get(name, ()) for name, p in own.items() if p.kind is p.VAR_POSITIONAL), ())
-        named = {name: x for name, x in given.items() if name in own and own[name].kind is inspect.Parameter.KEYWORD_ONLY}
-        return self.function(*of_parts, *several, **named)
+        several = next((values.get(name, ()) for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), ())
+        keywords = {
+            name: value
+            for name, value in values.items()
+            if name in parameters and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        return self.function(*arguments_of_parts, *several, **keywords)
 
 
 def command(
     *parts: OptionGroup | str | Callable[..., Any],
-    others: Sequence[Callable[..., Any]] = (),
+    extra: Sequence[Callable[..., Any]] = (),
     sweeps: bool = False,
     check: Callable[[dict[str, Any]], object] | None = None,
 ) -> Callable[[Callable[..., Output]], Command]:
     """Makes a function into a `Command`."""
-    made = tuple(part if isinstance(part, OptionGroup) else OptionGroup(part) for part in parts)
-    return lambda function: Command(function, made, tuple(map(OptionGroup, others)), sweeps, check)
+    groups = tuple(part if isinstance(part, OptionGroup) else OptionGroup(part) for part in parts)
+    return lambda function: Command(function, groups, tuple(map(OptionGroup, extra)), sweeps, check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +111,13 @@ class Parsed:
     """A parsed command line.
 
     Attributes:
-      given: the values of the given options and fields, from the command line or the file.
+      values: the values of the given options and fields, from the command line or the file.
       file: the config file.
       options: all options of the command.
       fields: the fields of the config.
     """
 
-    given: dict[str, Any]
+    values: dict[str, Any]
     file: ConfigFile
     options: list[Option]
     fields: list[Option]
@@ -122,45 +130,48 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
       UsageError: if they cannot be parsed.
       SystemExit: after `--help`.
     """
-    argv, known = options.in_hyphens(argv), command.options()
+    argv, options_by_name = options.in_hyphens(argv), command.options()
     flags = {word.partition("=")[0].removeprefix("--").removeprefix("no-") for word in argv if word.startswith("--")}
-    file = config_file.of(argv, has_recipes="recipe" in known)
-    file.check_trust(known, flags, trusted="--trust" in argv)
-    algos = values_of(argv, "algo") or _algos_of(file, argv, known) or ["ppo"]
-    fields = options.config_options(algos, known, is_swept=command.sweeps) if command.has_fields else []
-    groups = {"options": [*known.values()], f"fields of the config of {', '.join(algos)}": fields}
+    file = config_file.from_arguments(argv, has_recipes="recipe" in options_by_name)
+    file.check_trust(options_by_name, flags, trusted="--trust" in argv)
+    algos = values_of(argv, "algo") or _algos_of(file, argv, options_by_name) or ["ppo"]
+    fields = options.config_options(algos, options_by_name, is_swept=command.sweeps) if command.has_fields else []
+    groups = {"options": [*options_by_name.values()], f"fields of the config of {', '.join(algos)}": fields}
     parser = options.parser_of(prog, command.about, groups)
-    found, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
-        word, names = unknown[0].strip("-").partition("=")[0], [option.flag.strip("-") for option in (*known.values(), *fields)]
-        near = nearest(word, names, has_fields=command.has_fields).replace("'", "'--", 1)
-        raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
-    given: dict[str, Any] = {}
-    for option in (*known.values(), *fields):
-        words = getattr(found, option.name, None)
+    parsed, unknown_words = parser.parse_known_intermixed_args(argv)
+    if unknown_words:
+        fact = "unknown option" if unknown_words[0].startswith("-") else "unexpected argument"
+        word, names = (
+            unknown_words[0].strip("-").partition("=")[0],
+            [option.flag.strip("-") for option in (*options_by_name.values(), *fields)],
+        )
+        hint = nearest(word, names, has_fields=command.has_fields).replace("'", "'--", 1)
+        raise UsageError(f"{fact} {unknown_words[0]!r}{hint}; {prog} --help lists the options")
+    values: dict[str, Any] = {}
+    for option in (*options_by_name.values(), *fields):
+        words = getattr(parsed, option.name, None)
         if words is None or (option.is_positional and words == []):
             continue
         try:
-            given[option.name] = words if option.is_flag else option.read([words] if isinstance(words, str) else words)
+            values[option.name] = words if option.is_flag else option.read([words] if isinstance(words, str) else words)
         except ValueError as error:
             raise UsageError(f"{option.flag} {error}; {prog} --help lists the options") from None
-    given |= file.read([*known.values(), *fields], given, has_fields=command.has_fields)
-    for option in known.values():
+    values |= file.read([*options_by_name.values(), *fields], values, has_fields=command.has_fields)
+    for option in options_by_name.values():
         if option.is_positional and option.is_sequence:
-            given.setdefault(option.name, ())  # the function itself reports what is missing
-        elif option.default is REQUIRED and option.name not in given:
+            values.setdefault(option.name, ())  # the function itself reports what is missing
+        elif option.default is REQUIRED and option.name not in values:
             raise UsageError(f"{option.flag} is missing: {option.doc}")
-    return Parsed(given, file, [*known.values()], fields)
+    return Parsed(values, file, [*options_by_name.values()], fields)
 
 
-def _algos_of(file: ConfigFile, argv: Sequence[str], known: Mapping[str, Option]) -> list[str]:
+def _algos_of(file: ConfigFile, argv: Sequence[str], options_by_name: Mapping[str, Option]) -> list[str]:
     """Returns the algorithms that a file, or the folder of a resumed run, names; they determine which fields are options."""
-    if "algo" in file.values and "algo" in known:
-        named = file.values["algo"]
-        return [*map(str, named)] if isinstance(named, list) else [str(known["algo"].take(named))]
+    if "algo" in file.values and "algo" in options_by_name:
+        algos = file.values["algo"]
+        return [*map(str, algos)] if isinstance(algos, list) else [str(options_by_name["algo"].take(algos))]
     path = Path(next(iter(values_of(argv, "out")), ""))
-    if "--resume" not in argv or "guard" not in known or not (path / "config.json").exists():
+    if "--resume" not in argv or "guard" not in options_by_name or not (path / "config.json").exists():
         return []
     from msrl_jax.run.disk import store
     from msrl_jax.run.experiment.trust import algorithm_of, code_of

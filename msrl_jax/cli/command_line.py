@@ -46,13 +46,13 @@ _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW")  # instructions of Python
 
 def _is_ours(error: BaseException) -> bool:
     """Returns whether this package raised the error itself. Other errors are bugs, and need their traceback."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
     # A function of the package that raised the error has hidden its frames; then the last one is that of the call here.
     raises = ["RAISE_VARARGS", "RERAISE", *(_CALLS if module.startswith("msrl_jax.cli") else ())]
-    return last is not None and module.startswith("msrl_jax.") and operation(last) in raises
+    return frame is not None and module.startswith("msrl_jax.") and operation(frame) in raises
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,20 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     with streams.tolerant_streams() as out, _short_warnings(), with_all_frames():
         try:
-            code = _run(argv)
+            code = _run_command(argv)
         except Exception as error:
             hide_frames(error)
             if not _is_one_of_several():
                 raise
             traceback.print_exc()
-            _end(1)
+            _end_process(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # these commands have written their files
     if (code and _is_one_of_several()) or (is_whole_process and (code == INTERRUPTED or compiling.is_busy())):
-        _end(code)
+        _end_process(code)
     return code
 
 
@@ -97,7 +97,7 @@ def _is_one_of_several() -> bool:
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
-def _end(code: int) -> NoReturn:
+def _end_process(code: int) -> NoReturn:
     """Ends the process immediately: a normal exit would wait for other processes, and for threads that compile or compute."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -108,18 +108,18 @@ def _end(code: int) -> NoReturn:
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
     """Shows the warnings of this package, and JAX's first one about its compilation cache, in one line each on stderr."""
-    show, said = warnings.showwarning, False
+    show, was_shown = warnings.showwarning, False
 
-    def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        nonlocal said
+    def show_shortly(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        nonlocal was_shown
         is_of_cache = "persistent compilation cache" in str(message)
-        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not said):
+        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not was_shown):
             print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
         elif not is_of_cache:
             show(message, category, *args, **kwargs)
-        said = said or is_of_cache
+        was_shown = was_shown or is_of_cache
 
-    warnings.showwarning = ours
+    warnings.showwarning = show_shortly
     try:
         yield
     finally:
@@ -131,7 +131,7 @@ def _complain(message: object) -> int:
     return BAD_INPUT
 
 
-def _run(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else BAD_INPUT
@@ -142,19 +142,19 @@ def _run(argv: list[str]) -> int:
     parsed = Parsed({}, ConfigFile(), [], [])
     try:
         if name not in COMMANDS:
-            known = [*COMMANDS, "--help", "--version"]
-            raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
+            commands = [*COMMANDS, "--help", "--version"]
+            raise UsageError(f"unknown command {name!r}{suggestion(name, commands)}; {PROG} --help lists them")
         command = COMMANDS[name]
         parsed = parse(f"{PROG} {name}", command, words)
-        given, is_json = parsed.given, parsed.given.get("json")
-        if given.get("print_config"):
+        values, is_json = parsed.values, parsed.values.get("json")
+        if values.get("print_config"):
             if command.check is not None:
-                command.check(given)
-            print(config_file.text(name, [*parsed.options, *parsed.fields], given), end="")
+                command.check(values)
+            print(config_file.text(name, [*parsed.options, *parsed.fields], values), end="")
             return 0
-        if given.get("resume") and "out" not in given:
+        if values.get("resume") and "out" not in values:
             raise UsageError("--resume needs --out, the folder to resume")
-        processes = {option: given[option] for option in ("processes", "distributed", "cpu_devices") if option in given}
+        processes = {option: values[option] for option in ("processes", "distributed", "cpu_devices") if option in values}
         if (code := launch.start(argv, **processes)) is not None:
             return code
         with contextlib.ExitStack() as stack:
@@ -162,7 +162,7 @@ def _run(argv: list[str]) -> int:
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if name != "list":
                 stack.enter_context(compiling.on_disk())
-            text, data, code = command(given)
+            text, data, code = command(values)
         if is_json and data is not None:
             if "jax" in sys.modules:  # otherwise the data are plain already
                 from msrl_jax.run.experiment.plain_data import to_json
@@ -183,5 +183,5 @@ def _run(argv: list[str]) -> int:
         is_of_disk = type(error).__name__ == "NotSavedError" or getattr(error, "errno", None) in _DISK  # full or failing
         if not (is_lost or isinstance(error, OSError) or _is_ours(error)):
             raise
-        _complain(parsed.file.located(error, parsed.given))
+        _complain(parsed.file.located(error, parsed.values))
         return launch.LOST if is_lost else NOT_SAVED if is_of_disk else BAD_INPUT

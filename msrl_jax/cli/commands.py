@@ -29,7 +29,7 @@ DIVERGED = DOES_NOT_CONFORM = DOES_NOT_AGREE = 1
 NOT_SAVED, OUT_OF_TIME = 3, 75
 
 
-def _note(text: object) -> None:
+def _print_note(text: object) -> None:
     """Prints a line on what is now standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -46,30 +46,30 @@ def run_of(run: Path, *, checkpoint: Literal["newest", "best"] | int = "newest",
     return Result.load(run, checkpoint=checkpoint, trust=trust)
 
 
-def _folder(place: str, asked: Mapping[str, Any], *parts: Any) -> Path:
+def _default_folder(place: str, arguments: Mapping[str, Any], *parts: Any) -> Path:
     """Returns the path of a new folder, named after the arguments."""
     from msrl_jax import algorithms
 
-    name: str = algorithms.get(asked.get("algo", "ppo")).name  # type: ignore[attr-defined]
-    words = [name, asked.get("env", "CartPole-v1"), *parts]
+    name: str = algorithms.get(arguments.get("algo", "ppo")).name  # type: ignore[attr-defined]
+    words = [name, arguments.get("env", "CartPole-v1"), *parts]
     return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(str(word) for word in words if word is not None))
 
 
-def check_train(asked: dict[str, Any]) -> None:
+def check_train(arguments: dict[str, Any]) -> None:
     """Raises the error of `train` for arguments that are wrong for any environment, data and devices."""
     from msrl_jax import policies
     from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 
-    if not asked.get("resume"):  # otherwise the folder supplies the arguments that are not given
-        of_run = TRAIN_COMMAND.options().keys() - {"algo", "env", *ARGUMENTS}
-        make_experiment(**{name: x for name, x in asked.items() if name not in of_run})
-    if asked.get("policy") is not None:
-        policies.get(asked["policy"])
+    if not arguments.get("resume"):  # otherwise the folder supplies the arguments that are not given
+        not_of_experiment = TRAIN_COMMAND.options().keys() - {"algo", "env", *ARGUMENTS}
+        make_experiment(**{name: value for name, value in arguments.items() if name not in not_of_experiment})
+    if arguments.get("policy") is not None:
+        policies.get(arguments["policy"])
 
 
-@command(OptionGroup(TRAIN, without=("devices", "callbacks")), others=(launch.start, recipe_file), check=check_train)
+@command(OptionGroup(TRAIN, without=("devices", "callbacks")), extra=(launch.start, recipe_file), check=check_train)
 def train(
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
     *,
     out: Path | None = None,
     resume: bool = False,
@@ -92,30 +92,32 @@ def train(
     from msrl_jax import run
     from msrl_jax.run import processes
 
-    first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
-    out = out or _folder("runs", asked, asked.get("policy"), asked.get("seed", 0), processes.gathered(now)[0])
+    is_first, timestamp = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
+    out = out or _default_folder(
+        "runs", arguments, arguments.get("policy"), arguments.get("seed", 0), processes.gathered(timestamp)[0]
+    )
     with contextlib.ExitStack() as stack:
         loggers: list[Any] = []
-        if tensorboard and first:
+        if tensorboard and is_first:
             loggers.append(stack.enter_context(contextlib.closing(run.TensorBoard(out))))
-        if wandb and first:
+        if wandb and is_first:
             # The same folder maps to the same run in W&B, so that a resumed run appends to it.
             number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
-            logger = run.WandB(project=wandb, name=out.name, id=number, resume="allow", config=asked)
+            logger = run.WandB(project=wandb, name=out.name, id=number, resume="allow", config=arguments)
             loggers.append(stack.enter_context(contextlib.closing(logger)))
         if video_every is not None:
             loggers.append(run.Filming(whole("video_every", video_every)))
-        asked |= {"out": out, "callbacks": loggers}
-        result = run.train(**asked)
+        arguments |= {"out": out, "callbacks": loggers}
+        result = run.train(**arguments)
     code = NOT_SAVED if result.save_error else exit_code(result)
-    return Output(result, result.summary() | {"folder": result.folder}, code) if first else Output(code=code)
+    return Output(result, result.summary() | {"folder": result.folder}, code) if is_first else Output(code=code)
 
 
 TRAIN_COMMAND = train
 
 
 @command(OptionGroup("msrl_jax.search.sweep:sweep", without=("devices", "guard", "pbt")), sweeps=True)
-def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Output:
+def sweep(arguments: dict[str, Any], *, out: Path | None = None, plot: Path | None = None) -> Output:
     """Train an algorithm with many settings at the same time, and rank them.
 
     A config flag that takes a number also takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2. A flag that takes
@@ -128,9 +130,9 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
     """
     from msrl_jax import search
 
-    parts = asked.get("method", "random"), asked.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
-    asked["out"] = out or _folder("sweeps", asked, *parts)
-    result = search.sweep(**asked)
+    name_parts = arguments.get("method", "random"), arguments.get("seed", 0), time.strftime("%Y%m%d-%H%M%S")
+    arguments["out"] = out or _default_folder("sweeps", arguments, *name_parts)
+    result = search.sweep(**arguments)
     text = str(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # skipped if all means are nan
         text += f"\nthe best setting again: {result.command()}"
@@ -141,10 +143,10 @@ def sweep(asked: dict[str, Any], *, out: Path | None = None, plot: Path | None =
 
 def exit_code(result: Any) -> int:
     """Returns the exit code of a run or a sweep that has ended."""
-    return _code_of(result.stop_reason) if result.interrupted else 0
+    return _exit_code_of(result.stop_reason) if result.interrupted else 0
 
 
-def _code_of(stop_reason: str) -> int:
+def _exit_code_of(stop_reason: str) -> int:
     return 128 + getattr(signal, stop_reason) if stop_reason.startswith("SIG") else OUT_OF_TIME
 
 
@@ -153,25 +155,25 @@ def about_agent(result: Any, member: int | None) -> tuple[str, dict[str, Any]]:
     from msrl_jax.run.evaluation.history import in_words
 
     number = result.member(member) if result.has_members else None
-    chosen = ", the best one" * (member is None)
-    line = "" if number is None else f"member {number} ({in_words(result.settings[number])}{chosen})\n"
+    suffix = ", the best one" * (member is None)
+    line = "" if number is None else f"member {number} ({in_words(result.settings[number])}{suffix})\n"
     return line, {key: result.description[key] for key in ("algorithm", "env")} | {"member": number}
 
 
 @command(run_of, "msrl_jax.run.result:Result.evaluate")
-def evaluate(run: dict[str, Any], asked: dict[str, Any]) -> Output:
+def evaluate(run: dict[str, Any], arguments: dict[str, Any]) -> Output:
     """Play greedy episodes with a trained agent."""
     from msrl_jax.data.check_spaces import agents_of
 
     result = run_of(**run)
-    played = result.evaluate(**asked)
-    line, about = about_agent(result, asked.get("member"))
-    data = about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played)
-    return Output(f"{line}{played}", data)
+    evaluation = result.evaluate(**arguments)
+    line, about = about_agent(result, arguments.get("member"))
+    data = about | agents_of(result.behavior.env) | evaluation.means | dataclasses.asdict(evaluation)
+    return Output(f"{line}{evaluation}", data)
 
 
 @command(OptionGroup(run_of, without=("checkpoint",)), OptionGroup("msrl_jax.data.rollout:record", without=("result", "path")))
-def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path) -> Output:
+def record(run: dict[str, Any], arguments: dict[str, Any], *, steps: int, out: Path) -> Output:
     """Run a trained agent, and write its steps to a data set.
 
     Args:
@@ -180,13 +182,13 @@ def record(run: dict[str, Any], asked: dict[str, Any], *, steps: int, out: Path)
     """
     from msrl_jax import data
 
-    dataset = data.record(run_of(**run), path=out, **asked)
+    dataset = data.record(run_of(**run), path=out, **arguments)
     return Output(dataset, dataset.describe() | {"file": out})
 
 
 @command("msrl_jax.run.prepare:make_experiment")
 def explain(
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
     *,
     policy: str | None = None,
     devices: tuple[str, ...] = (),
@@ -221,29 +223,31 @@ def explain(
     from msrl_jax.run.disk.folder import write_text
     from msrl_jax.run.prepare import make_experiment
 
-    experiment = make_experiment(**asked)
+    experiment = make_experiment(**arguments)
     names = list(dict.fromkeys(name or experiment.usual_policy for name in (policy, *beside)))
     if out is not None:
         _check_picture(out, max(1, len(devices)) * len(names))
     rows, reasons, placed = [], [], []
     if devices:
         for name in names:
-            rows += plans(**asked, policy=name, devices=devices, envs_per_device=envs_per_device)
+            rows += plans(**arguments, policy=name, devices=devices, envs_per_device=envs_per_device)
     else:
-        reasons = [choose_policy(experiment, note=_note)] if any(map(is_auto, names)) else []
-        each = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
-        placed = {spec(policy): policy for policy in each}.values()
-    found = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
+        reasons = [choose_policy(experiment, note=_print_note)] if any(map(is_auto, names)) else []
+        candidates = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
+        placed = {spec(policy): policy for policy in candidates}.values()
+    compared_plans = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if out is not None:
         title = f"{experiment.name} on {experiment.env_name}"
-        write_text(out, found[0].svg() if out.suffix == ".svg" else page_of(found, title))
+        write_text(out, compared_plans[0].svg() if out.suffix == ".svg" else page_of(compared_plans, title))
     if len(rows) > 1:
         return Output(format_plans(rows), [row.to_dict() for row in rows])
     parts = experiment.parameters
     lines = [f"parameters ({sum(parts.values()):,})", *(f"  {name} {number:,}" for name, number in parts.items())]
-    chosen = {"choice": reasons[0].to_dict()} if reasons else {}
-    data = [plan.to_dict() | {"parameters": parts} | chosen for plan in found]
-    return Output("\n\n".join([*map(str, reasons), *map(str, found), "\n".join(lines)]), data if len(data) > 1 else data[0])
+    choice = {"choice": reasons[0].to_dict()} if reasons else {}
+    data = [plan.to_dict() | {"parameters": parts} | choice for plan in compared_plans]
+    return Output(
+        "\n\n".join([*map(str, reasons), *map(str, compared_plans), "\n".join(lines)]), data if len(data) > 1 else data[0]
+    )
 
 
 def _check_picture(out: Path, number: int) -> None:
@@ -263,7 +267,7 @@ def _can_draw() -> None:
 
 
 @command(run_of, OptionGroup("msrl_jax.run.outputs.video:video", without=("result", "path")))
-def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video.gif")) -> Output:
+def video(run: dict[str, Any], arguments: dict[str, Any], *, out: Path = Path("video.gif")) -> Output:
     """Write a video of a trained agent: greedy episodes.
 
     Args:
@@ -272,22 +276,22 @@ def video(run: dict[str, Any], asked: dict[str, Any], *, out: Path = Path("video
     _can_draw()
     from msrl_jax.run import video
 
-    made = video(run_of(**run), out, **asked)
-    lengths = [len(episode) - 1 for episode in made.episodes]
-    return Output(f"{made}\n{out}", {"file": str(out), "returns": list(made.returns), "lengths": lengths})
+    recording = video(run_of(**run), out, **arguments)
+    lengths = [len(episode) - 1 for episode in recording.episodes]
+    return Output(f"{recording}\n{out}", {"file": str(out), "returns": list(recording.returns), "lengths": lengths})
 
 
 @command(run_of, OptionGroup("msrl_jax.run.outputs.export:export", without=("result",)))
-def export(run: dict[str, Any], asked: dict[str, Any]) -> Output:
+def export(run: dict[str, Any], arguments: dict[str, Any]) -> Output:
     """Export the policy of a run to one file that acts without this package: a program for jax.export, or an ONNX model."""
     from msrl_jax.run import export
 
-    file = export(run_of(**run), **asked)
+    file = export(run_of(**run), **arguments)
     return Output(file, {"file": str(file)})
 
 
 @command(OptionGroup("msrl_jax.report.runs_page:runs_page", without=("path",)))
-def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
+def report(arguments: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
     """Write a page about runs: returns and curves of each setting, their differences, times, and how to repeat each run.
 
     Args:
@@ -295,12 +299,12 @@ def report(asked: dict[str, Any], *, out: Path = Path("report.html")) -> Output:
     """
     from msrl_jax.report import runs_page
 
-    page = runs_page(**asked, path=out)
+    page = runs_page(**arguments, path=out)
     return Output(page, {"page": str(page)})
 
 
 @command(OptionGroup("msrl_jax.report.runs_figure:plot_runs", without=("path",)))
-def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
+def plot(arguments: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
     """Plot a curve with its interval over seeds for each setting of each run, as a figure for a paper.
 
     Args:
@@ -308,21 +312,21 @@ def plot(asked: dict[str, Any], *, out: Path = Path("curves.pdf")) -> Output:
     """
     from msrl_jax.report import plot_runs
 
-    plot_runs(**asked, path=out)
+    plot_runs(**arguments, path=out)
     return Output(out, {"figure": str(out)})
 
 
 @command(OptionGroup("msrl_jax.report.bench:bench", without=("devices", "note")))
-def bench(asked: dict[str, Any]) -> Output:
+def bench(arguments: dict[str, Any]) -> Output:
     """Measure steps, updates and, if the host drives the loop, its time per instruction, over a grid of values."""
     from msrl_jax.report import bench as report
 
-    measurements = report.bench(**asked, note=_note)
+    measurements = report.bench(**arguments, note=_print_note)
     return Output(report.format_table(measurements), measurements)
 
 
 @command(OptionGroup("msrl_jax.report.profiler:profile", without=("devices", "note")))
-def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Output:
+def profile(arguments: dict[str, Any], *, run: Path | None = None, out: Path | None = None) -> Output:
     """Measure how the time of training is spent: simulation, inference, learning, transfers, Python, and every fragment.
 
     Args:
@@ -331,20 +335,20 @@ def profile(asked: dict[str, Any], *, run: Path | None = None, out: Path | None 
     """
     from msrl_jax.report import profile, profile_results
 
-    if run is not None and (more := sorted(asked.keys() - {"iterations", "repeats", "trust"})):
-        raise UsageError(f"--run {run} determines what is measured; leave out {', '.join(more)}")
+    if run is not None and (conflicting := sorted(arguments.keys() - {"iterations", "repeats", "trust"})):
+        raise UsageError(f"--run {run} determines what is measured; leave out {', '.join(conflicting)}")
     if out is not None:
         profile_results.check_profile(out)
-    measured = {} if run is None else {"algo": run_of(run, trust=asked.get("trust", False))}
-    made = profile(**asked, **measured, note=_note)
+    run_argument = {} if run is None else {"algo": run_of(run, trust=arguments.get("trust", False))}
+    measured_profile = profile(**arguments, **run_argument, note=_print_note)
     for file in filter(None, (run and run / profile_results.OF_RUN, out)):
-        made.save(file)
-    return Output(made, made.to_dict())
+        measured_profile.save(file)
+    return Output(measured_profile, measured_profile.to_dict())
 
 
 @command(OptionGroup("msrl_jax.report.reproduction:reproduce", without=("name", "out", "compare", "devices")))
 def reproduce(
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
     *names: str,
     out: Path = Path("reproduced"),
     update: bool = False,
@@ -362,7 +366,7 @@ def reproduce(
     """
     if not names and pages is None:
         raise UsageError("name recipes, such as ppo-cartpole or 'ppo-*'; msrl-jax list --recipes has them")
-    chosen = recipes.matching(names)
+    recipe_names = recipes.matching(names)
     from msrl_jax.report import pages as pages_of
     from msrl_jax.report import reproduce
     from msrl_jax.run.loop.hooks import seconds
@@ -371,32 +375,32 @@ def reproduce(
     if folder is None:
         if update or pages is not None:
             raise UsageError(recipes.NO_RECORDS)
-        _note(recipes.NO_RECORDS)
+        _print_note(recipes.NO_RECORDS)
     elif update and not os.access(folder, os.W_OK):
         raise UsageError(f"--update cannot write to {folder}; leave it out, and copy the record from {out}")
     if pages is not None:  # report errors before training anything
         pages_of.check_pages(pages)
-        for name in set(recipes.names()) - set(chosen):
+        for name in set(recipes.names()) - set(recipe_names):
             recipes.record_of(recipes.find(name), folder)
-    compared = {name: _can_compare(name, folder, asked, update=update) for name in chosen}
-    found, code = [], 0
-    ends = None if time_limit is None else time.monotonic() + seconds("time_limit", time_limit)
-    for name in chosen:
-        left = None if ends is None else max(1e-3, ends - time.monotonic())
-        each = reproduce(name, **asked | {"compare": compared[name], "out": out / name, "time_limit": left})
-        found.append(each.summary())
-        print(each, flush=True)
-        if each.record is None:
-            code = _code_of(each.stop_reason)
+    compared = {name: _can_compare(name, folder, arguments, update=update) for name in recipe_names}
+    summaries, code = [], 0
+    deadline = None if time_limit is None else time.monotonic() + seconds("time_limit", time_limit)
+    for name in recipe_names:
+        seconds_left = None if deadline is None else max(1e-3, deadline - time.monotonic())
+        reproduction = reproduce(name, **arguments | {"compare": compared[name], "out": out / name, "time_limit": seconds_left})
+        summaries.append(reproduction.summary())
+        print(reproduction, flush=True)
+        if reproduction.record is None:
+            code = _exit_code_of(reproduction.stop_reason)
             break
         if update and folder is not None:
-            each.record.write(recipes.record_path(name, folder))
-        code = DOES_NOT_AGREE if each.verdict == "does not agree" else code
+            reproduction.record.write(recipes.record_path(name, folder))
+        code = DOES_NOT_AGREE if reproduction.verdict == "does not agree" else code
     text = "" if pages is None else f"{len(pages_of.write_pages(pages, folder))} files in {pages}"
-    return Output(text, found, code)
+    return Output(text, summaries, code)
 
 
-def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, update: bool) -> bool:
+def _can_compare(name: str, folder: Path | None, arguments: Mapping[str, Any], *, update: bool) -> bool:
     """Returns whether a recipe has a record to compare with; prints a note if there are too few seeds to compare. With
     `update`, a record that is damaged or has other settings is not an error."""
     from msrl_jax.report.reproduction import comparable, seeds_of
@@ -407,33 +411,33 @@ def _can_compare(name: str, folder: Path | None, asked: Mapping[str, Any], *, up
     except recipes.RecordError as error:
         if not update:
             raise
-        _note(f"the old record is ignored: {error}")
+        _print_note(f"the old record is ignored: {error}")
         return False
     if recorded is None:
         return False
-    seeds = seeds_of(recorded, asked.get("seeds"), asked.get("seed"))
+    seeds = seeds_of(recorded, arguments.get("seeds"), arguments.get("seed"))
     if update and folder and not set(recorded.seeds) <= set(seeds):
         raise UsageError(
             f"--update would replace the record of {name}, of seeds {recorded.seeds[0]} to {recorded.seeds[-1]}, by one "
             f"of fewer seeds; leave --seed and --seeds out, or delete {recipes.record_path(name, folder)} first"
         )
-    least = fewest(len(recorded.seeds))
-    if least is None or len(seeds) < least:
-        remedy = "write a record of more seeds (--update)" if least is None else f"use --seeds {least} or more"
+    min_seeds = fewest(len(recorded.seeds))
+    if min_seeds is None or len(seeds) < min_seeds:
+        remedy = "write a record of more seeds (--update)" if min_seeds is None else f"use --seeds {min_seeds} or more"
         fact = f"seeds: {len(seeds)} are too few to compare with the {len(recorded.seeds)} of its record"
-        _note(f"{name}: {fact}; {remedy}")
+        _print_note(f"{name}: {fact}; {remedy}")
     return True
 
 
 @command("msrl_jax.registry.copying:copy")
-def copy(asked: dict[str, Any]) -> Output:
+def copy(arguments: dict[str, Any]) -> Output:
     """Copy the file of an algorithm under a new name, so that you can change it; train it with `--algo FILE`."""
     from msrl_jax import algorithms
 
-    path = algorithms.copy(**asked)
+    path = algorithms.copy(**arguments)
     lines = len(path.read_text("utf-8").splitlines())
-    next_ = f"train it with msrl-jax train --algo {shlex.quote(str(path))}"
-    return Output(f"{path} has {asked['algorithm']} in {lines} lines; {next_}", {"file": str(path), "lines": lines})
+    hint = f"train it with msrl-jax train --algo {shlex.quote(str(path))}"
+    return Output(f"{path} has {arguments['algorithm']} in {lines} lines; {hint}", {"file": str(path), "lines": lines})
 
 
 @command()
@@ -451,12 +455,14 @@ def list_(*, recipes: bool = False, records: Path | None = None, envs: bool = Fa
 
 
 @command("msrl_jax.envs.check_values:check")
-def check_env(asked: dict[str, Any]) -> Output:
+def check_env(arguments: dict[str, Any]) -> Output:
     """Test an environment with random actions, and report where it breaks the protocol."""
     from msrl_jax.envs import check
 
-    found = check(**asked)
-    return Output(found, dataclasses.asdict(found) | {"ok": found.ok}, 0 if found.ok else DOES_NOT_CONFORM)
+    conformance = check(**arguments)
+    return Output(
+        conformance, dataclasses.asdict(conformance) | {"ok": conformance.ok}, 0 if conformance.ok else DOES_NOT_CONFORM
+    )
 
 
 COMMANDS: _rooms.Registry[Command] = _rooms.Registry(

@@ -27,43 +27,43 @@ class ConfigFile:
         """Returns the location of a key, as the start of a message."""
         return f"{self.name}, line {self.lines[key]}" if key in self.lines else self.name
 
-    def located(self, error: BaseException, given: Mapping[str, Any]) -> str:
+    def located(self, error: BaseException, arguments: Mapping[str, Any]) -> str:
         """Returns the message of an error, preceded by the location in the file of the first key that it names."""
         text = " ".join(str(error).split())
         if text.startswith(self.name):
             return text
-        named = re.findall(r"(?=\b([\w.]+)(?:\[\d+\])?=)", text)  # also `replay.n_step` in `DQN.replay.n_step=0`
-        key = next((name for name in named if name in self.values and name in given), None)
+        keys = re.findall(r"(?=\b([\w.]+)(?:\[\d+\])?=)", text)  # also `replay.n_step` in `DQN.replay.n_step=0`
+        key = next((name for name in keys if name in self.values and name in arguments), None)
         return text if key is None else f"{self.at(key)}: {text}"
 
-    def read(self, options: Sequence[Option], given: Collection[str], *, has_fields: bool) -> dict[str, Any]:
+    def read(self, options: Sequence[Option], arguments: Collection[str], *, has_fields: bool) -> dict[str, Any]:
         """Returns the values of options that are not given elsewhere.
 
         Raises UsageError with the file, the line and the key if a key is unknown or has an invalid value.
         """
-        known, found = {option.name: option for option in options}, dict[str, Any]()
+        options_by_name, values = {option.name: option for option in options}, dict[str, Any]()
         for key, value in self.values.items():
             if key in _OF_WORDS:
-                why = "a config file cannot set it" if key == "trust" else "a config file cannot include another one"
-                raise UsageError(f"{self.at(key)}: {key} belongs on the command line; {why}")
-            if key not in known:
-                near = nearest(key, [*known], has_fields=has_fields)
-                raise UsageError(f"{self.at(key)}: unknown key {key!r}{near}; keys are the names of the options")
-            if key not in given:
+                reason = "a config file cannot set it" if key == "trust" else "a config file cannot include another one"
+                raise UsageError(f"{self.at(key)}: {key} belongs on the command line; {reason}")
+            if key not in options_by_name:
+                hint = nearest(key, [*options_by_name], has_fields=has_fields)
+                raise UsageError(f"{self.at(key)}: unknown key {key!r}{hint}; keys are the names of the options")
+            if key not in arguments:
                 try:
-                    found[key] = known[key].take(value)
+                    values[key] = options_by_name[key].take(value)
                 except ValueError as error:
                     raise UsageError(f"{self.at(key)}: {key} {error}") from None
-        return found
+        return values
 
     def check_trust(self, options: Collection[str], flags: Collection[str], *, trusted: bool) -> None:
         """Raises TrustError if the file names code to run in a key that no flag overrides, unless it is trusted."""
-        values = {key: x for key, x in self.values.items() if key.replace("_", "-") not in flags}
+        values = {key: value for key, value in self.values.items() if key.replace("_", "-") not in flags}
         if trusted or not any(":" in text or ".py" in text for text in map(str, values.values())):
             return
         from msrl_jax.run.experiment.trust import KINDS, code_of  # this import loads JAX
 
-        values = {key: x for key, x in values.items() if key in KINDS or key not in options}
+        values = {key: value for key, value in values.items() if key in KINDS or key not in options}
         check_trust(f"the file {self.name}", code_of(values), False)
 
 
@@ -76,19 +76,19 @@ def recipe_file(*, recipe: str | None = None) -> Path | None:
     return None if recipe is None else recipes.find(recipe).path
 
 
-def of(argv: Sequence[str], *, has_recipes: bool) -> ConfigFile:
+def from_arguments(argv: Sequence[str], *, has_recipes: bool) -> ConfigFile:
     """Reads the file that `--config` or `--recipe` names; returns an empty one if there is none."""
     flags = [word.partition("=")[0] for word in argv]
-    given = [flag for flag in flags if flag == "--config" or (flag == "--recipe" and has_recipes)]
-    if len(given) > 1:
-        fact = f"is given {len(given)} times" if len(set(given)) == 1 else "are both given"
-        raise UsageError(f"{' and '.join(dict.fromkeys(given))} {fact}; put the keys of all files into one")
-    if not given:
+    file_flags = [flag for flag in flags if flag == "--config" or (flag == "--recipe" and has_recipes)]
+    if len(file_flags) > 1:
+        fact = f"is given {len(file_flags)} times" if len(set(file_flags)) == 1 else "are both given"
+        raise UsageError(f"{' and '.join(dict.fromkeys(file_flags))} {fact}; put the keys of all files into one")
+    if not file_flags:
         return ConfigFile()
-    if not (words := values_of(argv, given[0].removeprefix("--"))) or not words[0]:
-        example = "file, such as run.toml" if given == ["--config"] else "name, such as ppo-cartpole"
-        raise UsageError(f"{given[0]} needs a {example}")
-    return read(words[0] if given == ["--config"] else str(recipe_file(recipe=words[0])))
+    if not (words := values_of(argv, file_flags[0].removeprefix("--"))) or not words[0]:
+        example = "file, such as run.toml" if file_flags == ["--config"] else "name, such as ppo-cartpole"
+        raise UsageError(f"{file_flags[0]} needs a {example}")
+    return read(words[0] if file_flags == ["--config"] else str(recipe_file(recipe=words[0])))
 
 
 def read(name: str) -> ConfigFile:
@@ -112,7 +112,7 @@ def read(name: str) -> ConfigFile:
         table = f"{keys[-1]}." if match and match[1] else table
     lines = {key: number for number, key in reversed([*enumerate(keys, 1)]) if key}
     try:
-        found = tomllib.loads(text)
+        nested = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         if not isinstance(error, tomllib.TOMLDecodeError):
             raise UsageError(f"--config {name} has a number with too many digits, or too many brackets; shorten it") from None
@@ -120,26 +120,26 @@ def read(name: str) -> ConfigFile:
         number = int(match[1]) if (match := re.match(r"line (\d+)", place)) else len(rows)
         key = keys[number - 1] if number else None
         if fact == "Cannot overwrite a value" and key:
-            raise _twice(name, key, number, lines) from None
+            raise _duplicate_error(name, key, number, lines) from None
         raise UsageError(f"{name}, line {number}: bad TOML ({fact}); write key = value, with text in double quotes") from None
     values: dict[str, Any] = {}
-    for key, value in toml.flat(found).items():
+    for key, value in toml.flat(nested).items():
         if (key := key.replace("-", "_")) in values:
-            raise _twice(name, key, [number for number, other in enumerate(keys, 1) if other == key][-1], lines)
+            raise _duplicate_error(name, key, [number for number, other in enumerate(keys, 1) if other == key][-1], lines)
         values[key] = value
     return ConfigFile(name, values, lines)
 
 
-def _twice(name: str, key: str, number: int, lines: Mapping[str, int]) -> UsageError:
+def _duplicate_error(name: str, key: str, number: int, lines: Mapping[str, int]) -> UsageError:
     return UsageError(f"{name}, line {number}: {key} is given twice, first in line {lines[key]}; give it once")
 
 
-def text(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> str:
+def text(name: str, options: Sequence[Option], values: Mapping[str, Any]) -> str:
     """Returns a config file for a command line: all options and config fields; those that were not given are comments."""
     head = f"msrl-jax {name} --config FILE is this command line. Keys in comments have their defaults; flags win over the file."
     parts = [toml.comment(head)]
     for option in options:
         if option.name not in _OF_WORDS:
-            value = given.get(option.name, None if option.default is REQUIRED else option.default)
-            parts.append(toml.entry(option.name, value, option.doc, given=option.name in given))
+            value = values.get(option.name, None if option.default is REQUIRED else option.default)
+            parts.append(toml.entry(option.name, value, option.doc, is_active=option.name in values))
     return "\n".join(parts)

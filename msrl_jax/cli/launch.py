@@ -62,7 +62,7 @@ def launch(argv: Sequence[str], count: int) -> int:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     children: list[subprocess.Popen[bytes]] = []
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def forward(signum: int, frame: object) -> None:
         for child in children:
@@ -72,7 +72,7 @@ def launch(argv: Sequence[str], count: int) -> int:
     tails = [collections.deque[bytes](maxlen=200) for _ in range(count)]
     readers: list[threading.Thread] = []
     try:
-        for s, handler in before.items():
+        for s, handler in handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(s, forward)
         for i in range(count):
@@ -98,7 +98,7 @@ def launch(argv: Sequence[str], count: int) -> int:
             child.wait()
         for reader in readers:
             reader.join(5)
-        for s, handler in before.items():
+        for s, handler in handlers.items():
             signal.signal(s, handler)
     if failed is None:
         return 0
@@ -107,10 +107,10 @@ def launch(argv: Sequence[str], count: int) -> int:
         sys.stderr.write("".join(f"[process {failed}] {line.decode(errors='replace')}" for line in tails[failed]))
     if code >= 0:
         return code
-    ended = f"was ended by {signal.Signals(-code).name}"
+    cause = f"was ended by {signal.Signals(-code).name}"
     if code == -signal.SIGABRT:  # JAX aborts the process when the heartbeat of another process stops
-        ended = "lost contact with another process"
-    print(f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; use --resume to continue", file=sys.stderr)
+        cause = "lost contact with another process"
+    print(f"msrl-jax: error: process {failed} of {count} {cause}, so all stopped; use --resume to continue", file=sys.stderr)
     return LOST
 
 

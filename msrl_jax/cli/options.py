@@ -87,15 +87,15 @@ class Option:
     def choices(self) -> dict[str, Any]:
         """The values of its choices, by their text. An option with choices that also accepts False has the choice `none`."""
         words = [word for part in self.parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
-        known = {str(word): word for word in words}
-        known |= {"none": False} if words and bool in self.parts else {}
-        return known | ({"None": None} if type(None) in self.parts else {})
+        choices = {str(word): word for word in words}
+        choices |= {"none": False} if words and bool in self.parts else {}
+        return choices | ({"None": None} if type(None) in self.parts else {})
 
     @property
     def metavar(self) -> str:
         """A short description of its values, for the help."""
-        known = [getattr(part, "option", None) for part in self.parts]
-        alternatives = [f"{option}[:field=value,...]" for option in known if isinstance(option, str)]
+        option_kinds = [getattr(part, "option", None) for part in self.parts]
+        alternatives = [f"{option}[:field=value,...]" for option in option_kinds if isinstance(option, str)]
         names = [*alternatives, *(name for name in self.choices if name != "None" or alternatives)]
         names += [kind.__name__.upper() for kind in self.numbers]
         names += ["TEXT"] if self.numbers and str in self.parts else []
@@ -114,13 +114,17 @@ class Option:
         if self.is_sequence and not self.is_swept:
             if self.numbers and sum("," in word for word in words) > 1:
                 raise ValueError(f"is {' '.join(words)}; {_ONE}")
-            return self._items(",".join(words)) if self.numbers else tuple(words)
+            return self._read_items(",".join(words)) if self.numbers else tuple(words)
         if not self.is_swept:
-            return self._one(words[0])
+            return self._read_one(words[0])
         if self.numbers and not self.is_sequence:
             return words[0]  # a distribution, or several numbers
-        found = [self._items(x) for x in words] if self.is_sequence else [self._one(x.strip()) for x in split_specs(words[0])]
-        return found if len(found) > 1 else found[0]
+        values = (
+            [self._read_items(word) for word in words]
+            if self.is_sequence
+            else [self._read_one(word.strip()) for word in split_specs(words[0])]
+        )
+        return values if len(values) > 1 else values[0]
 
     def take(self, value: Any) -> Any:
         """Reads its value from a config file; raises ValueError if it is invalid."""
@@ -134,14 +138,14 @@ class Option:
                 raise ValueError("is an empty array; give at least one value, or leave it out")
             if not (self.is_sequence or self.is_tunable or self.is_swept):
                 raise ValueError(f"takes one value; {toml.value(value)} is an array; {_ONE}")
-            items = [tuple(map(self._item, x)) if isinstance(x, list) else self._item(x) for x in value]
+            items = [tuple(map(self._take_item, item)) if isinstance(item, list) else self._take_item(item) for item in value]
             return items if isinstance(items[0], tuple) or (self.is_swept and not self.is_sequence) else tuple(items)
-        return self._plain(value)
+        return self._take_scalar(value)
 
-    def _item(self, value: Any) -> Any:
-        return value if isinstance(value, str) else self._plain(value)
+    def _take_item(self, value: Any) -> Any:
+        return value if isinstance(value, str) else self._take_scalar(value)
 
-    def _plain(self, value: Any) -> Any:
+    def _take_scalar(self, value: Any) -> Any:
         """Reads text, a number or a boolean from a config file."""
         if isinstance(value, bool) != self.is_flag:
             remedy = "true or false" if self.is_flag else "a value, not true or false"
@@ -158,13 +162,13 @@ class Option:
             raise ValueError(f"is {value}; use a finite number")
         if not self.numbers and Any not in self.parts:
             raise ValueError(f"is the number {value}; write text in double quotes")
-        return self._one(value)
+        return self._read_one(value)
 
-    def _items(self, text: str) -> Any:
-        found = read_literal(text)
-        return tuple(map(self._one, found if isinstance(found, tuple) else (found,)))
+    def _read_items(self, text: str) -> Any:
+        literal = read_literal(text)
+        return tuple(map(self._read_one, literal if isinstance(literal, tuple) else (literal,)))
 
-    def _one(self, value: Any) -> Any:
+    def _read_one(self, value: Any) -> Any:
         """Converts text or a number to the type of one value; keeps schedules, several values, and text if it accepts text."""
         if isinstance(value, str):
             if value in self.choices:
@@ -173,8 +177,8 @@ class Option:
                 if self.choices.keys() - {"None"}:
                     if "," in value:
                         raise ValueError(f"is {value!r}; {_ONE}")
-                    known = f"{', '.join(self.choices)}{suggestion(value, self.choices)}"
-                    raise ValueError(f"is {value!r}, which is not one of {known}")
+                    options = f"{', '.join(self.choices)}{suggestion(value, self.choices)}"
+                    raise ValueError(f"is {value!r}, which is not one of {options}")
                 return Path(value) if Path in self.parts else value
             value = read_literal(value)
         number: Any = value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -197,19 +201,19 @@ class OptionGroup:
     """A function whose parameters are options of a command.
 
     Attributes:
-      of: the function, or its location `MODULE:NAME` in this package, whose source is read: its module may import JAX.
+      source: the function, or its location `MODULE:NAME` in this package, whose source is read: its module may import JAX.
       without: the parameters that are not options.
       only: the parameters that are options, if not all.
     """
 
-    of: str | Callable[..., Any]
+    source: str | Callable[..., Any]
     without: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
     @functools.cached_property
     def function(self) -> Any:
         """The function, or one with its signature and docstring."""
-        return of_source(self.of) if isinstance(self.of, str) else self.of
+        return of_source(self.source) if isinstance(self.source, str) else self.source
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -224,10 +228,10 @@ class OptionGroup:
     def takes(self, name: str) -> bool:
         """Returns whether the function gets the value of an option."""
         is_chosen = name in self.only if self.only else name not in self.without
-        return is_chosen and (name in self.parameters or name in self._of_experiment)
+        return is_chosen and (name in self.parameters or name in self._experiment_arguments)
 
     @property
-    def _of_experiment(self) -> tuple[str, ...]:
+    def _experiment_arguments(self) -> tuple[str, ...]:
         if not self.has_fields:
             return ()
         from msrl_jax.run.prepare import ARGUMENTS
@@ -243,47 +247,47 @@ class OptionGroup:
             elif p.kind is not p.VAR_KEYWORD and name in docs and self.takes(name):
                 is_positional = p.kind is not p.KEYWORD_ONLY and p.default is REQUIRED
                 yield Option(name, p.annotation, p.default, docs[name], is_positional)
-        if more := [x for x in ("algo", "env", *self._of_experiment) if x not in docs and self.takes(x)]:
-            yield from OptionGroup(TRAIN, only=tuple(more)).options()
+        if missing := [name for name in ("algo", "env", *self._experiment_arguments) if name not in docs and self.takes(name)]:
+            yield from OptionGroup(TRAIN, only=tuple(missing)).options()
 
 
 def arguments_of(function: Any) -> dict[str, str]:
     """Returns the Args of a function's docstring, by name."""
-    found, name = dict[str, str](), ""
+    docs, name = dict[str, str](), ""
     for line in (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].splitlines():
         if line and not line.startswith(" "):
             break  # another section
         if line.startswith("  ") and not line.startswith("   "):
             name, _, line = line.strip().lstrip("*").partition(": ")
-        found[name] = f"{found.get(name, '')} {line.strip()}".strip()
-    return found
+        docs[name] = f"{docs.get(name, '')} {line.strip()}".strip()
+    return docs
 
 
-def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
+def config_options(algos: Sequence[str], excluded: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
     """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
     from msrl_jax import algorithms
     from msrl_jax.configs.fields import choices, kinds
     from msrl_jax.configs.names import all_fields, tunable_fields, value_of
 
     configs = {name: algorithms.get(name) for name in algos}
-    known = {name: all_fields(config) for name, config in configs.items()}
+    fields_by_algo = {name: all_fields(config) for name, config in configs.items()}
     tunable = set.intersection(*(set(tunable_fields(config)) for config in configs.values()))
-    first, found = next(iter(known.values())), list[Option]()
+    first_fields, options = next(iter(fields_by_algo.values())), list[Option]()
 
     def default(algo: str, name: str) -> Any:
-        made: Any = configs[algo]()
-        return value_of(made, name) if name in all_fields(made) else known[algo][name].default
+        config: Any = configs[algo]()
+        return value_of(config, name) if name in all_fields(config) else fields_by_algo[algo][name].default
 
-    for name, field in first.items():
-        if name in taken or not all(name in fields for fields in known.values()):
+    for name, field in first_fields.items():
+        if name in excluded or not all(name in fields for fields in fields_by_algo.values()):
             continue
-        types = dict.fromkeys(part for fields in known.values() for part in kinds(fields[name]))
+        types = dict.fromkeys(part for fields in fields_by_algo.values() for part in kinds(fields[name]))
         defaults = {algo: default(algo, name) for algo in configs}
         differ = len(set(map(repr, defaults.values()))) > 1
-        head, _, rest = name.rpartition(".")
-        having = [kind.option for kind in choices(first[head]) if rest in all_fields(kind)] if head else []
-        doc = f"of {' and '.join(having)}: {field.metadata['doc']}" if having else field.metadata["doc"]
-        found.append(
+        head, _, field_name = name.rpartition(".")
+        owners = [kind.option for kind in choices(first_fields[head]) if field_name in all_fields(kind)] if head else []
+        doc = f"of {' and '.join(owners)}: {field.metadata['doc']}" if owners else field.metadata["doc"]
+        options.append(
             Option(
                 name,
                 Union[tuple(types)],  # noqa: UP007
@@ -291,10 +295,10 @@ def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swep
                 doc,
                 is_tunable=name in tunable,
                 is_swept=is_swept and types.keys() != {bool},
-                defaults=", ".join(f"{x} of {algo}" for algo, x in defaults.items()) if differ else "",
+                defaults=", ".join(f"{value} of {algo}" for algo, value in defaults.items()) if differ else "",
             )
         )
-    return found
+    return options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -306,32 +310,32 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_of(prog: str, about: str, groups: Mapping[str, Sequence[Option]]) -> argparse.ArgumentParser:
     """Makes a parser that collects the texts of the given options, by name."""
-    parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escaped(about), allow_abbrev=False, add_help=False)
+    parser = _Parser(prog=prog, usage=f"{prog} [OPTIONS]", description=_escape(about), allow_abbrev=False, add_help=False)
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
     for title, options in groups.items():
         group = parser.add_argument_group(title)
         for option in options:
             has_default = option.default not in (REQUIRED, None, False, ()) or option.defaults
-            shown = f" (default: {option.defaults or option.default})" if has_default else ""
-            given: dict[str, Any] = {"help": _escaped(option.doc + shown), "default": argparse.SUPPRESS}
+            default_text = f" (default: {option.defaults or option.default})" if has_default else ""
+            keywords: dict[str, Any] = {"help": _escape(option.doc + default_text), "default": argparse.SUPPRESS}
             if option.is_flag:
-                group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, **given)
+                group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, **keywords)
             elif option.is_positional:
-                group.add_argument(option.name, metavar=option.flag, nargs="*" if option.is_sequence else "?", **given)
+                group.add_argument(option.name, metavar=option.flag, nargs="*" if option.is_sequence else "?", **keywords)
             else:
                 count = "*" if option.is_sequence else None
-                group.add_argument(option.flag, dest=option.name, metavar=option.metavar, nargs=count, **given)
+                group.add_argument(option.flag, dest=option.name, metavar=option.metavar, nargs=count, **keywords)
     return parser
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%%")
 
 
 def in_hyphens(argv: Sequence[str]) -> list[str]:
     """Returns the arguments, with hyphens in the names of flags."""
-    split = [word.partition("=") if word.startswith("--") else ("", "", word) for word in argv]
-    return [f"{name.replace('_', '-')}{equals}{value}" for name, equals, value in split]
+    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in argv]
+    return [f"{name.replace('_', '-')}{equals}{value}" for name, equals, value in parts]
 
 
 def values_of(argv: Sequence[str], name: str) -> list[str]:
@@ -341,16 +345,16 @@ def values_of(argv: Sequence[str], name: str) -> list[str]:
     for i, word in enumerate(argv, 1):
         flag, equals, value = word.partition("=")
         if flag == f"--{name}":
-            words = [value] if equals else list(itertools.takewhile(lambda x: not x.startswith("-"), argv[i:]))
+            words = [value] if equals else list(itertools.takewhile(lambda word: not word.startswith("-"), argv[i:]))
     return words
 
 
-def nearest(name: str, known: Sequence[str], *, has_fields: bool) -> str:
+def nearest(name: str, names: Sequence[str], *, has_fields: bool) -> str:
     """Suggests what an unknown name means, to append to a message: a known name, or a field of other algorithms' configs."""
     if has_fields:
         from msrl_jax import algorithms
         from msrl_jax.configs.names import all_fields
 
-        if having := [algo for algo in algorithms.names() if name.replace("-", "_") in all_fields(algorithms.get(algo))]:
-            return f", which is one of {', '.join(having)}"
-    return suggestion(name, known)
+        if algos := [algo for algo in algorithms.names() if name.replace("-", "_") in all_fields(algorithms.get(algo))]:
+            return f", which is one of {', '.join(algos)}"
+    return suggestion(name, names)

@@ -31,7 +31,7 @@ class _Names(dict[str, Any]):
             if isinstance(node, ast.ImportFrom):
                 originals = {alias.asname or alias.name: alias.name for alias in node.names}
                 if name in originals:
-                    return _imported(str(node.module), originals[name])
+                    return _imported_value(str(node.module), originals[name])
             if isinstance(node, ast.Import) and name in [alias.name for alias in node.names]:
                 return importlib.import_module(name) if name in sys.stdlib_module_names else _Unknown(name, (), {})
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -48,10 +48,12 @@ _names_of = functools.cache(_Names)
 
 def _file_of(module: str) -> Path | None:
     base = _ABOVE.joinpath(*module.split("."))
-    return next((x for x in (base / "__init__.pyi", base / "__init__.py", base.with_suffix(".py")) if x.exists()), None)
+    return next(
+        (path for path in (base / "__init__.pyi", base / "__init__.py", base.with_suffix(".py")) if path.exists()), None
+    )
 
 
-def _imported(module: str, name: str) -> Any:
+def _imported_value(module: str, name: str) -> Any:
     if module.partition(".")[0] in sys.stdlib_module_names:
         return getattr(importlib.import_module(module), name)
     is_ours = _file_of(module) is not None and _file_of(f"{module}.{name}") is None
@@ -73,11 +75,11 @@ def of_source(place: str) -> Callable[..., None]:
     module, _, path = place.partition(":")
     names = _names_of(module)
     body, (*classes, name) = names.body, path.split(".")
-    for wanted in classes:
-        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == wanted)
+    for class_name in classes:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
     function = copy.copy(next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name))
     function.body, function.decorator_list = function.body[:1], []  # the docstring
     exec(compile(ast.Module([function], []), place, "exec", __future__.annotations.compiler_flag), {}, names)
-    made = names.pop(name)
-    made.__signature__ = inspect.signature(made, globals={}, locals=names, eval_str=True)
-    return made
+    stub = names.pop(name)
+    stub.__signature__ = inspect.signature(stub, globals={}, locals=names, eval_str=True)
+    return stub

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.data.dataset import Dataset, named, nested
+from msrl_jax.data.dataset import Dataset, nest_parts, parts_by_path
 from msrl_jax.data.formats import load
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.actions import policy_actions
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.privileged import are_privileged
 from msrl_jax.envs.spaces import struct
@@ -42,80 +42,84 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
         outside its space; the message names the field and the row.
       TypeError: if the space of actions is neither a `Box` nor `Discrete`.
     """
-    name, given, agents = env_name(env), dataset.reward.shape[1:], (len(env.agents),) if has_agents(env) else ()  # type: ignore
-    if given != agents:
-        was, has = (f"{count[0]} agents" if count else "one agent" for count in (given, agents))
-        raise ValueError(f"reward of the data set is of {was}, and {name} has {has}; {_REMEDY}, or record another one")
+    name, data_agents, agents = env_name(env), dataset.reward.shape[1:], (len(env.agents),) if has_agents(env) else ()  # type: ignore
+    if data_agents != agents:
+        data_count, env_count = (f"{count[0]} agents" if count else "one agent" for count in (data_agents, agents))
+        raise ValueError(
+            f"reward of the data set is of {data_count}, and {name} has {env_count}; {_REMEDY}, or record another one"
+        )
     spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
-    same = dataset.about.get("observation_space") == str(env.observation_space)
+    is_same_space = dataset.about.get("observation_space") == str(env.observation_space)
     check_actions(env)
-    fitting = {}
+    converted = {}
     for field, space in spaces.items():
-        arrays, parts = named(getattr(dataset, field), field), _spaces_of(space, field)
+        arrays, parts = parts_by_path(getattr(dataset, field), field), _spaces_of(space, field)
         if arrays.keys() != parts.keys():
             raise ValueError(
                 f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
                 f"{', '.join(parts)}; {_REMEDY}, or convert one of the two"
             )
-        bounds = field == "action" or not same
-        fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}
-        fitting[field] = nested(fitted, field)
+        bounds = field == "action" or not is_same_space
+        fitted = {path: _fit_field(array, parts[path], path, name, agents, bounds=bounds) for path, array in arrays.items()}
+        converted[field] = nest_parts(fitted, field)
     if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
-        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; remove such rows")
+        raise ValueError(
+            f"reward of the data set is {dataset.reward[(*bad[0],)]} {_describe_rows(bad[:, 0])}; remove such rows"
+        )
     _check_masks(dataset, env)
-    return dataclasses.replace(dataset, **fitting)
+    return dataclasses.replace(dataset, **converted)
 
 
 def _check_masks(dataset: Dataset, env: Environment) -> None:
-    name, given = env_name(env), dataset.has_masks
-    if given != has_masks(env):
-        who, whom = ("the data set", name) if given else (name, "the data set")
-        raise ValueError(f"{who} has legal actions (action_mask) and {whom} has none; {_REMEDY}, or record another one")
-    if not given:
+    name, data_has_masks = env_name(env), dataset.has_masks
+    if data_has_masks != has_masks(env):
+        owner, other = ("the data set", name) if data_has_masks else (name, "the data set")
+        raise ValueError(f"{owner} has legal actions (action_mask) and {other} has none; {_REMEDY}, or record another one")
+    if not data_has_masks:
         return
     space, mask = env.action_space, dataset.action_mask
     if mask.shape[-1:] != (space.n,):  # type: ignore[attr-defined]
         raise ValueError(f"action_mask of the data set has {mask.shape[-1]} actions in every row, but {name} has {space}")
     if (bad := np.argwhere(~np.take_along_axis(mask, dataset.action.astype(np.int64)[..., None], -1)[..., 0])).size:
-        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; remove such rows")
+        raise ValueError(f"action of the data set is illegal by its action_mask {_describe_rows(bad[:, 0])}; remove such rows")
 
 
-def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
-    what = f"{field} of the data set"
+def _fit_field(values: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
+    field_name = f"{field} of the data set"
     field, _, part = field.partition("/")
     kind = "action_space" if field == "action" else f"observation_space/{part}" if part else "observation_space"
     assert isinstance(space, Box | Discrete)
-    if x.shape[1:] != (*agents, *space.shape):
+    if values.shape[1:] != (*agents, *space.shape):
         raise ValueError(
-            f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
+            f"{field_name} has shape {list(values.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
             f"{[*agents, *space.shape]}; {_REMEDY}, or convert one of the two"
         )
-    if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
+    if not np.can_cast(values.dtype, np.dtype(space.dtype), "same_kind"):
         raise ValueError(
-            f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, which would lose precision; convert "
-            f"it explicitly, or {_REMEDY}"
+            f"{field_name} is {values.dtype}, but the {kind} of {name} is {space} of {space.dtype}, which would lose "
+            f"precision; convert it explicitly, or {_REMEDY}"
         )
-    rows = x.reshape(len(x), math.prod(agents), -1)
+    rows = values.reshape(len(values), math.prod(agents), -1)
     with np.errstate(over="ignore"):
-        fitted = x.astype(space.dtype)
+        fitted = values.astype(space.dtype)
     if (bad := np.flatnonzero(~np.isfinite(fitted.reshape(rows.shape)).all((1, 2)))).size:
-        raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; remove such rows")
+        raise ValueError(f"{field_name} is not finite in {np.dtype(space.dtype)} {_describe_rows(bad)}; remove such rows")
     if not bounds:
         return fitted
     low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
     if np.issubdtype(space.dtype, np.floating):
         low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
-    outside = (rows < low) | (rows > high)
-    if (bad := np.flatnonzero(outside.any((1, 2)))).size:
-        value = rows[bad[0]][outside[bad[0]]][0]
+    is_outside = (rows < low) | (rows > high)
+    if (bad := np.flatnonzero(is_outside.any((1, 2)))).size:
+        value = rows[bad[0]][is_outside[bad[0]]][0]
         raise ValueError(
-            f"{what} is outside the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct the "
-            "space of that environment"
+            f"{field_name} is outside the {kind} of {name}, {space}: it has {value:.6g} {_describe_rows(bad)}; "
+            f"{_REMEDY}, or correct the space of that environment"
         )
     return fitted
 
 
-def _rows(bad: np.ndarray) -> str:
+def _describe_rows(bad: np.ndarray) -> str:
     bad = np.unique(bad)
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 
@@ -130,16 +134,16 @@ def check_actions(env: Environment) -> None:
 
 
 def _spaces_of(space: Space, name: str) -> dict[str, Space]:
-    """Returns the spaces of the parts of a value by path, as in `named`."""
+    """Returns the spaces of the parts of a value by path, as in `parts_by_path`."""
 
-    def by_part(space: Space) -> Any:
+    def by_part(space: Space) -> PyTree:
         if are_privileged(space):
             return jax.tree.map(by_part, space.spaces)
         if isinstance(space, Dict):
             return {key: by_part(part) for key, part in space.spaces.items()}
         return tuple(map(by_part, space.spaces)) if isinstance(space, Tuple) else space
 
-    return named(by_part(space), name)
+    return parts_by_path(by_part(space), name)
 
 
 def check_recordable(env: Environment) -> None:

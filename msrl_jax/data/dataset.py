@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.check_types import show
 from msrl_jax.envs.privileged import PrivilegedObservation
 from msrl_jax.fragments.support.terminal import significant
@@ -78,12 +79,12 @@ class Dataset:
       ValueError: if the shapes or dtypes are inconsistent, or an array is not numeric; the message names the field.
     """
 
-    obs: Any
+    obs: PyTree
     action: np.ndarray
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
-    next_obs: Any
+    next_obs: PyTree
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cut: Any = None
     action_mask: Any = None
@@ -91,55 +92,57 @@ class Dataset:
     valid: Any = None
 
     def __post_init__(self):
-        arrays = {name: np.asarray(x) for name, x in self.columns.items()}
-        first, *others = [name for name in arrays if top_fields([name]) == {"obs": None}]
+        arrays = {name: np.asarray(array) for name, array in self.columns.items()}
+        first_path, *other_paths = [name for name in arrays if top_fields([name]) == {"obs": None}]
         successors = [name for name in arrays if top_fields([name]) == {"next_obs": None}]
-        if successors != [f"next_{name}" for name in (first, *others)]:
+        if successors != [f"next_{name}" for name in (first_path, *other_paths)]:
             raise ValueError(
-                f"a data set has {', '.join(successors)} with {', '.join((first, *others))}; use the same parts for "
+                f"a data set has {', '.join(successors)} with {', '.join((first_path, *other_paths))}; use the same parts for "
                 "observations and their successors"
             )
-        num_rows = arrays[first].shape[:1]
+        num_rows = arrays[first_path].shape[:1]
         if 0 in num_rows or not num_rows:
             raise ValueError("a data set needs at least one row: obs of shape [N, ...]")
-        for name, x in arrays.items():
-            if x.dtype.kind not in "biuf":
-                raise ValueError(f"{name} of a data set is {show(x)}, which is not numeric; pass an array of numbers")
+        for name, array in arrays.items():
+            if array.dtype.kind not in "biuf":
+                raise ValueError(f"{name} of a data set is {show(array)}, which is not numeric; pass an array of numbers")
             if name in ("terminated", "truncated", *OPTIONAL):
-                if not ((x == 0) | (x == 1)).all():
-                    raise ValueError(f"{name} of a data set is {show(x)} with values other than 0 and 1; pass bool")
-                arrays[name] = x.astype(bool)
+                if not ((array == 0) | (array == 1)).all():
+                    raise ValueError(f"{name} of a data set is {show(array)} with values other than 0 and 1; pass bool")
+                arrays[name] = array.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
-        lead = arrays[first].shape[:2] if self.has_agents else num_rows
-        wanted = dict.fromkeys(("reward", "terminated", PRESENT), lead)
-        wanted |= {"truncated": num_rows} | {f"next_{name}": arrays[name].shape for name in (first, *others)}
+        lead = arrays[first_path].shape[:2] if self.has_agents else num_rows
+        shapes = dict.fromkeys(("reward", "terminated", PRESENT), lead)
+        shapes |= {"truncated": num_rows} | {f"next_{name}": arrays[name].shape for name in (first_path, *other_paths)}
         if self.has_masks:
-            wanted |= dict.fromkeys(MASKS.values(), (*lead, *arrays["action_mask"].shape[-1:]))
+            shapes |= dict.fromkeys(MASKS.values(), (*lead, *arrays["action_mask"].shape[-1:]))
         for name in arrays:
-            shape = wanted.get(name, lead + arrays[name].shape[len(lead) :])
+            shape = shapes.get(name, lead + arrays[name].shape[len(lead) :])
             if arrays[name].shape != shape:
-                each = "observation, and all but truncated an entry per agent" if self.has_agents else "observation"
-                many = ", or valid too if there are several agents" if name == "reward" and not self.has_agents else ""
+                row_content = "observation, and all but truncated an entry per agent" if self.has_agents else "observation"
+                valid_hint = ", or valid too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
-                    f"{name} of a data set is {show(arrays[name])}, but {first} is {show(arrays[first])}; every field has one "
-                    f"row per {each}, so pass {name} with shape {list(shape)}{many}"
+                    f"{name} of a data set is {show(arrays[name])}, but {first_path} is {show(arrays[first_path])}; every "
+                    f"field has one row per {row_content}, so pass {name} with shape {list(shape)}{valid_hint}"
                 )
         differs = np.zeros(num_rows[0] - 1, bool)
-        for name in (first, *others):
-            obs, after = arrays[name], arrays[f"next_{name}"]
-            if after.dtype != obs.dtype:
-                raise ValueError(f"next_{name} of a data set is {after.dtype}, but {name} is {obs.dtype}; use the same dtype")
-            differs |= (after[:-1] != obs[1:]).any(axis=tuple(range(1, obs.ndim)))
-        over = _terminated(arrays["terminated"], arrays["truncated"])
-        gap = np.append(differs, True) & ~over & ~arrays["truncated"]
+        for name in (first_path, *other_paths):
+            obs, successor = arrays[name], arrays[f"next_{name}"]
+            if successor.dtype != obs.dtype:
+                raise ValueError(
+                    f"next_{name} of a data set is {successor.dtype}, but {name} is {obs.dtype}; use the same dtype"
+                )
+            differs |= (successor[:-1] != obs[1:]).any(axis=tuple(range(1, obs.ndim)))
+        is_terminated = _all_terminated(arrays["terminated"], arrays["truncated"])
+        gap = np.append(differs, True) & ~is_terminated & ~arrays["truncated"]
         if gap.any():
             arrays["truncated"] = arrays["truncated"] | gap
         cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
         if cut.shape != num_rows or cut.dtype != bool:
             raise ValueError(f"cut of a data set is {show(cut)}; pass bool{list(num_rows)}, or None")
-        arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
+        arrays["cut"] = (cut | gap) & arrays["truncated"] & ~is_terminated
         for name in top_fields(arrays):
-            object.__setattr__(self, name, nested(arrays, name))
+            object.__setattr__(self, name, nest_parts(arrays, name))
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -162,24 +165,24 @@ class Dataset:
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """The arrays of these fields by name; parts of observations by path, such as `obs/position`."""
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for name in self.fields:
-            found |= named(getattr(self, name), name) if name in NESTED else {name: getattr(self, name)}
-        return found
+            arrays |= parts_by_path(getattr(self, name), name) if name in NESTED else {name: getattr(self, name)}
+        return arrays
 
     @property
     def ended(self) -> np.ndarray:
         """Whether a row ends an episode or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
-        return self.truncated | _terminated(self.terminated, self.truncated)
+        return self.truncated | _all_terminated(self.terminated, self.truncated)
 
     def __repr__(self) -> str:
-        returns, cut = self._returns()
-        of = f" of {self.about['env']}" if "env" in self.about else ""
-        of += f", {self.reward.shape[1]} agents" if self.has_agents else ""
+        returns, cut = self._whole_returns()
+        description = f" of {self.about['env']}" if "env" in self.about else ""
+        description += f", {self.reward.shape[1]} agents" if self.has_agents else ""
         mean = f": return {significant(returns.mean())} ± {significant(returns.std())}" if len(returns) else ""
         noun = "episode" if len(returns) == 1 else "episodes"
         parts = f", and parts of {cut:,} more" if cut else ""
-        return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"
+        return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{description}{mean}{parts})"
 
     @property
     def episodes(self) -> Episodes:
@@ -188,7 +191,7 @@ class Dataset:
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
-    def _returns(self) -> tuple[np.ndarray, int]:
+    def _whole_returns(self) -> tuple[np.ndarray, int]:
         """Computes the returns of the complete episodes, summed over the agents, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
@@ -201,7 +204,7 @@ class Dataset:
           `rows`; `episodes`, the number of complete episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of
           the complete episodes, summed over the agents, nan if there are none; and the items of `about`.
         """
-        returns, cut = self._returns()
+        returns, cut = self._whole_returns()
         mean = float(returns.mean()) if len(returns) else float("nan")
         counts = {"rows": len(self), "episodes": len(returns), "cut_episodes": cut}
         return counts | {"mean_return": mean} | dict(self.about)
@@ -209,10 +212,10 @@ class Dataset:
     def fingerprint(self) -> str:
         """Returns the SHA-256 hash of all fields with their dtypes and shapes, in hexadecimal."""
         digest = hashlib.sha256()
-        for name, x in (self.columns | {"cut": self.cut}).items():
-            x = np.ascontiguousarray(x)
-            digest.update(f"{name} {show(x)}".encode())
-            digest.update(x.data)
+        for name, array in (self.columns | {"cut": self.cut}).items():
+            array = np.ascontiguousarray(array)
+            digest.update(f"{name} {show(array)}".encode())
+            digest.update(array.data)
         return digest.hexdigest()
 
     def select(self, rows: np.ndarray | slice) -> "Dataset":
@@ -224,7 +227,7 @@ class Dataset:
         Returns:
           The data set of these rows in this order, with gaps marked.
         """
-        return from_columns({name: x[rows] for name, x in (self.columns | {"cut": self.cut}).items()}, self.about)
+        return from_columns({name: array[rows] for name, array in (self.columns | {"cut": self.cut}).items()}, self.about)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off some of the episodes.
@@ -245,13 +248,13 @@ class Dataset:
         if len(start) < 2:
             raise ValueError("the data set has a single episode, which cannot be split; collect more, or do not split")
         count = min(max(round(fraction * len(start)), 1), len(start) - 1)
-        held = np.zeros(len(start), bool)
-        held[np.random.default_rng(seed).choice(len(start), count, replace=False)] = True
-        rows = np.repeat(held, length)
+        is_selected = np.zeros(len(start), bool)
+        is_selected[np.random.default_rng(seed).choice(len(start), count, replace=False)] = True
+        rows = np.repeat(is_selected, length)
         return self.select(np.flatnonzero(~rows)), self.select(np.flatnonzero(rows))
 
 
-def named(value: Any, name: str) -> dict[str, Any]:
+def parts_by_path(value: Any, name: str) -> dict[str, Any]:
     """Returns the parts of nested dicts and tuples by path, starting with `name`; ValueError if there are none or a key is
     invalid.
     """
@@ -261,28 +264,28 @@ def named(value: Any, name: str) -> dict[str, Any]:
         return {name: value}
     if not value:
         raise ValueError(f"{name} is an empty {type(value).__name__}, which data sets cannot store; add a part")
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for key, part in sorted(value.items()) if isinstance(value, Mapping) else enumerate(value):
         if isinstance(value, Mapping) and (not isinstance(key, str) or not key or "/" in key or key.isdigit()):
             raise ValueError(
                 f"{name} has a part with the name {key!r}, which data sets cannot store, because its path would be ambiguous; "
                 "use text without '/' that is not a number"
             )
-        found |= named(part, f"{name}/{key}")
-    return found
+        parts |= parts_by_path(part, f"{name}/{key}")
+    return parts
 
 
-def nested(arrays: Mapping[str, Any], name: str) -> Any:
-    """Reassembles the parts of a value, the inverse of `named`; raises ValueError if a tuple lacks a part."""
+def nest_parts(arrays: Mapping[str, Any], name: str) -> Any:
+    """Reassembles the parts of a value, the inverse of `parts_by_path`; raises ValueError if a tuple lacks a part."""
     if name in arrays:
         return arrays[name]
     keys = sorted({path[len(name) + 1 :].partition("/")[0] for path in arrays if path.startswith(f"{name}/")})
     if not all(key.isdigit() for key in keys):
-        parts = {key: nested(arrays, f"{name}/{key}") for key in keys}
+        parts = {key: nest_parts(arrays, f"{name}/{key}") for key in keys}
         return PrivilegedObservation(**parts) if tuple(keys) == PrivilegedObservation._fields else parts
     if lacking := [str(i) for i in range(len(keys)) if str(i) not in keys]:
         raise ValueError(f"{name} has the parts {', '.join(keys)} of a tuple, but not {name}/{lacking[0]}; add it")
-    return tuple(nested(arrays, f"{name}/{i}") for i in range(len(keys)))
+    return tuple(nest_parts(arrays, f"{name}/{i}") for i in range(len(keys)))
 
 
 def top_fields(paths: Iterable[str]) -> dict[str, None]:
@@ -292,33 +295,33 @@ def top_fields(paths: Iterable[str]) -> dict[str, None]:
 
 def columns(rows: Any) -> dict[str, Any]:
     """Returns the arrays of `Transition`s by the names of `Dataset.columns`."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     masks: dict[str, Any] = {}
     for name in FIELDS:
         value = getattr(rows, name)
         if isinstance(value, MaskedObservation):
             value, masks[MASKS[name]] = value
-        found |= named(value, name)
-    return found | masks | ({} if rows.valid is None else {PRESENT: rows.valid})
+        arrays |= parts_by_path(value, name)
+    return arrays | masks | ({} if rows.valid is None else {PRESENT: rows.valid})
 
 
 def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Makes a data set from arrays by the names of `Dataset.columns`, and `cut`, if known."""
-    return Dataset(**{name: nested(arrays, name) for name in top_fields(arrays)}, about=about)
+    return Dataset(**{name: nest_parts(arrays, name) for name in top_fields(arrays)}, about=about)
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Joins columns `[T, E, ...]`, environment by environment, each cut at its end, dropping steps that are not `valid`."""
-    fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
+    fields = {name: np.swapaxes(np.asarray(array), 0, 1) for name, array in rows.items()}
     cut = np.zeros_like(fields["truncated"])
-    cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
+    cut[:, -1] = ~(fields["truncated"] | _all_terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
     del rows
     for name in fields:  # one after another, since data may be large
         fields[name] = fields[name].reshape(-1, *fields[name].shape[2:])
     if PRESENT in fields and fields[PRESENT].ndim == 1:  # single-agent steps that the environment did not answer
         keep = fields.pop(PRESENT)
-        fields = {name: x[keep] for name, x in fields.items()}
+        fields = {name: array[keep] for name, array in fields.items()}
     return from_columns(fields, about)
 
 
@@ -338,20 +341,20 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     """
     if not datasets:
         raise ValueError("there is nothing to concatenate; pass at least one data set")
-    first = datasets[0]
-    kept = [dataset.columns | {"cut": dataset.cut} for dataset in datasets]
-    for i, other in enumerate(kept):
-        if odd := sorted(other.keys() ^ kept[0].keys()):
+    first_dataset = datasets[0]
+    column_sets = [dataset.columns | {"cut": dataset.cut} for dataset in datasets]
+    for i, other in enumerate(column_sets):
+        if odd := sorted(other.keys() ^ column_sets[0].keys()):
             raise ValueError(f"only one of the first data set and number {i + 1} has {', '.join(odd)}; give both the same")
-    for name in first.columns:
-        for i, other in enumerate(kept):
-            a, b = kept[0][name], other[name]
+    for name in first_dataset.columns:
+        for i, other in enumerate(column_sets):
+            a, b = column_sets[0][name], other[name]
             if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
                 raise ValueError(f"{name} is {show(a)} in the first data set and {show(b)} in number {i + 1}; convert one")
-    about = first.about if about is None else about
-    return from_columns({name: np.concatenate([x[name] for x in kept]) for name in kept[0]}, about)
+    about = first_dataset.about if about is None else about
+    return from_columns({name: np.concatenate([arrays[name] for arrays in column_sets]) for name in column_sets[0]}, about)
 
 
-def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
+def _all_terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
     """Whether the episode has terminated, with the shape of `truncated`; with several agents, whether all have."""
     return terminated if terminated.ndim == truncated.ndim else np.all(terminated, -1)

@@ -56,15 +56,15 @@ def buffer(
         )
 
     def lanes(x: np.ndarray) -> np.ndarray:
-        split = np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
-        return split.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        by_lane = np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
+        return by_lane.astype(jax.dtypes.canonicalize_dtype(x.dtype))
 
     items: dict[str, Any] = {name: jax.tree.map(lanes, getattr(dataset, name)) for name in dataset.fields}
     items["truncated"][-1] |= ~items["terminated"][-1]
     if dataset.has_masks:
         items |= {name: MaskedObservation(items[name], items.pop(mask)) for name, mask in MASKS.items()}
     example: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), Transition(**items))
-    made = replay.uniform(
+    replay_buffer = replay.uniform(
         example,
         capacity=steps * shards,
         num_envs=shards,
@@ -77,8 +77,8 @@ def buffer(
     )
     # Evaluate eagerly, even if an agent is built inside a trace.
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
+        state = jax.jit(lambda items: replay_buffer.insert(replay_buffer.init(), items))(Transition(**items))
         lost = int(state.lost.sum())
     if lost:
         raise ValueError(f"storage={storage} cannot store {lost} rows of the data set exactly; use another codec or None")
-    return made, jax.device_get(state)
+    return replay_buffer, jax.device_get(state)

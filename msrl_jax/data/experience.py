@@ -72,7 +72,7 @@ class RecordedVectorEnvironment(VectorWrapper):
     steps: int
 
     @property
-    def axes(self) -> Any:
+    def axes(self) -> RecordedState:
         """Logical axes of the state."""
         return RecordedState(self.env.axes, ENV_AXIS, P(None, "env"), P(), P())  # type: ignore[arg-type]
 
@@ -94,9 +94,9 @@ class RecordedVectorEnvironment(VectorWrapper):
         env_state, t = self.env.step(state.env_state, action)
         action = jnp.asarray(action, struct(self.action_space).dtype)
         row = to_row(state.obs, action, t)
-        where = state.position
-        rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
-        return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
+        position = state.position
+        rows = jax.tree.map(lambda ring, x: jax.lax.dynamic_update_index_in_dim(ring, x, position, 0), state.rows, row)
+        return RecordedState(env_state, t.obs, rows, (position + 1) % self.steps, advance(state.taken)), t
 
     agents, num_agents, teams, state_size = map(delegate, ("agents", "num_agents", "teams", "state_size"))
 
@@ -109,47 +109,47 @@ class RecordedVectorEnvironment(VectorWrapper):
         return self.env.global_state(state.env_state, obs)  # type: ignore[attr-defined]
 
 
-def _is_recorded(x: Any) -> bool:
+def _is_recorded(x: object) -> bool:
     return isinstance(x, RecordedState)
 
 
-def _map_recorded(fn: Callable[..., Any], state: Any, *others: Any) -> Any:
-    return jax.tree.map(lambda x, *y: fn(x, *y) if _is_recorded(x) else x, state, *others, is_leaf=_is_recorded)
+def _map_recorded(fn: Callable[..., Any], state: PyTree, *other_states: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, *y: fn(x, *y) if _is_recorded(x) else x, state, *other_states, is_leaf=_is_recorded)
 
 
-def without_experience(state: Any) -> Any:
+def without_experience(state: PyTree) -> PyTree:
     """Removes recorded steps from the state of a run."""
     return _map_recorded(lambda x: x.env_state, state)
 
 
-def detached(state: Any) -> Any:
+def without_rows(state: PyTree) -> PyTree:
     """Removes recorded steps that are on disk from the state of a run, for a checkpoint."""
     return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
-def attached(state: Any, like: Any) -> Any:
-    """Adds an empty ring, possibly of another size, to a result of `detached`; `like` has the types of the new state."""
+def with_empty_rows(state: PyTree, types: PyTree) -> PyTree:
+    """Adds an empty ring, possibly of another size, to a result of `without_rows`; `types` has the types of the new state."""
 
-    def wake(x: RecordedState, kind: RecordedState) -> RecordedState:
+    def with_rows(recorded: RecordedState, kind: RecordedState) -> RecordedState:
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
-        return x._replace(rows=rows, position=remainder(x.taken, kind.rows.truncated.shape[-2]))
+        return recorded._replace(rows=rows, position=remainder(recorded.taken, kind.rows.truncated.shape[-2]))
 
-    return _map_recorded(wake, state, like)
+    return _map_recorded(with_rows, state, types)
 
 
 class ExperienceWriter:
     """Writes the steps of a run to a folder of parts next to the file, which `load` also reads, and joins them at the end."""
 
-    def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], done: Mapping[str, int] | None = None):
+    def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], progress: Mapping[str, int] | None = None):
         """Checks the path; raises ValueError if it or its parts exist, or if its suffix is unknown.
 
-        In a resumed run, `done` is the saved `progress`: those parts must exist, and later ones are removed.
+        In a resumed run, `progress` is the saved `progress`: those parts must exist, and later ones are removed.
         """
         self.path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
         self._parts = self.path.with_name(self.path.name + PARTS)
-        if done is not None:
+        if progress is not None:
             check_suffix(self.path)
-            self._taken, self._count = done["steps"], done["parts"]
+            self._taken, self._count = progress["steps"], progress["parts"]
             if not jax.process_index():
                 keep_parts(self._parts, self._count)
             return
@@ -165,25 +165,25 @@ class ExperienceWriter:
         """The progress of the recording, for resuming: steps of every environment, and parts."""
         return {"steps": self._taken, "parts": self._count}
 
-    def add(self, state: Any, steps: int) -> None:
+    def add(self, state: PyTree, steps: int) -> None:
         """Writes the steps that every environment took in a chunk; RuntimeError if their number differs from `steps`."""
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
         rows, taken = jax.tree.unflatten(tree, read(leaves))
         taken = taken.high.astype(np.uint64) * 2**32 + taken.low
-        first, held = self._taken, rows.truncated.shape[-2]
+        steps_before, capacity = self._taken, rows.truncated.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
-            raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm reports {steps}")
+            raise RuntimeError(f"the environments took {taken - steps_before} steps, but the algorithm reports {steps}")
         if jax.process_index():  # only the first process writes
             return
         if np.ndim(taken):  # treat population members as more environments
-            rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(held, -1, *x.shape[3:]), rows)
-        which = np.arange(first, first + steps) % held
+            rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(capacity, -1, *x.shape[3:]), rows)
+        ring_rows = np.arange(steps_before, steps_before + steps) % capacity
         if not self._parts.exists():
             self._parts.mkdir(parents=True)
             (self._parts / "about.json").write_text(json.dumps(self._about))
-        write_part(self._parts, self._count, jax.tree.map(lambda x: x[which], rows))
+        write_part(self._parts, self._count, jax.tree.map(lambda x: x[ring_rows], rows))
         self._count += 1
 
     def finish(self, *, goes_on: bool = False) -> Dataset | None:

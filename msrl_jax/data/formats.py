@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from msrl_jax._files import parse_json, writing
-from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_columns, from_lanes, named, top_fields
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_columns, from_lanes, parts_by_path, top_fields
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.replay import Transition
@@ -128,7 +128,7 @@ def read_parts(folder: Path) -> Dataset:
     parts = []
     for path in paths:
         try:
-            arrays, names = _npz(path)
+            arrays, names = _load_npz(path)
             if not set(FIELDS) <= set(top_fields(names)):
                 raise ValueError(f"it has {', '.join(names)}")
         except _DAMAGED as error:
@@ -145,7 +145,7 @@ def read_parts(folder: Path) -> Dataset:
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
 
 
-def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _load_npz(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Returns the arrays of a data set in a file, and the names of everything in the file."""
     with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
         ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
@@ -154,14 +154,14 @@ def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _read_npz(path: Path) -> Dataset:
     try:
-        arrays, names = _npz(path)
+        arrays, names = _load_npz(path)
         about = parse_json(str(arrays.pop(ABOUT, "{}")))
     except _DAMAGED as error:
         raise ValueError(f"{path} is not an npz file of numbers, or it is damaged ({error}); write it again") from error
-    return _dataset(path, arrays, about, names)
+    return _make_dataset(path, arrays, about, names)
 
 
-def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
+def _make_dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
     if missing := [name for name in FIELDS if name not in top_fields(names)]:
         raise ValueError(
             f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
@@ -177,13 +177,13 @@ def _write_npz(dataset: Dataset, path: Path) -> None:
     np.savez_compressed(path, **arrays)
 
 
-def _require(module: str, what: str) -> ModuleType:
+def _require(module: str, purpose: str) -> ModuleType:
     """Imports a package of the extra `data`; if it is not installed, the ImportError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise ImportError(f"{what} needs the package {package!r}; install it with: pip install 'msrl-jax[data]'") from error
+        raise ImportError(f"{purpose} needs the package {package!r}; install it with: pip install 'msrl-jax[data]'") from error
 
 
 def _write_parquet(dataset: Dataset, path: Path) -> None:
@@ -209,29 +209,29 @@ def _read_parquet(path: Path) -> Dataset:
         table = parquet.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a Parquet file, or it is damaged ({error}); write it again") from error
-    said = parse_json((table.schema.metadata or {}).get(_KEY, b"{}"))
+    metadata = parse_json((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
     for name in table.column_names:
         if top_fields([name]).keys() <= {*FIELDS, *OPTIONAL}:
-            x = _array(table[name].combine_chunks(), f"column {name} of {path}")
-            arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
-    if CUT in said:
-        arrays[CUT] = np.isin(np.arange(len(table)), said[CUT])
-    return _dataset(path, arrays, said.get(ABOUT, {}), table.column_names)
+            values = _column_array(table[name].combine_chunks(), f"column {name} of {path}")
+            arrays[name] = values.reshape(len(values), *metadata["shapes"][name]) if metadata else values
+    if CUT in metadata:
+        arrays[CUT] = np.isin(np.arange(len(table)), metadata[CUT])
+    return _make_dataset(path, arrays, metadata.get(ABOUT, {}), table.column_names)
 
 
-def _array(column: Any, what: str) -> np.ndarray:
+def _column_array(column: Any, name: str) -> np.ndarray:
     pa, compute = _require("pyarrow", "Parquet"), _require("pyarrow.compute", "Parquet")
     shape = [len(column)]
     while True:
         if column.null_count:
-            raise ValueError(f"{what} has {column.null_count} empty cells; fill them, or remove such rows")
+            raise ValueError(f"{name} has {column.null_count} empty cells; fill them, or remove such rows")
         kind = column.type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
             return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
         lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
         if len(lengths) != 1:
-            raise ValueError(f"{what} has lists of {len(lengths)} different lengths; all rows must have the same shape")
+            raise ValueError(f"{name} has lists of {len(lengths)} different lengths; all rows must have the same shape")
         shape.append(int(lengths[0]))
         column = column.flatten()
 
@@ -242,42 +242,42 @@ def _read_minari(source: str | Path) -> Dataset:
     folder = source if isinstance(source, Path) else storage.get_dataset_path(source)
     folder = folder / "data" if isinstance(source, str) or (folder / "data").is_dir() else folder
     try:
-        refusal = _reaches_out(folder)
-        stored = None if refusal else minari.MinariDataset(folder)
-        episodes = [] if stored is None else [vars(episode) for episode in stored.iterate_episodes()]
+        refusal = _why_unsafe(folder)
+        minari_dataset = None if refusal else minari.MinariDataset(folder)
+        episodes = [] if minari_dataset is None else [vars(episode) for episode in minari_dataset.iterate_episodes()]
     except (OSError, KeyError, ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise ValueError(
             f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or pass its folder"
         ) from error
-    if stored is None:
+    if minari_dataset is None:
         raise ValueError(f"{source} is refused: {refusal}")
-    spec = stored.env_spec
+    spec = minari_dataset.env_spec
     about = {
-        "env": spec.id if spec is not None else stored.id,
-        "observation_space": str(stored.observation_space),
-        "action_space": str(stored.action_space),
-        "made_by": f"Minari data set {stored.id}",
+        "env": spec.id if spec is not None else minari_dataset.id,
+        "observation_space": str(minari_dataset.observation_space),
+        "action_space": str(minari_dataset.action_space),
+        "made_by": f"Minari data set {minari_dataset.id}",
     }
     return from_episodes(episodes, about)
 
 
-def _reaches_out(folder: Path) -> str | None:
+def _why_unsafe(folder: Path) -> str | None:
     """Why a Minari data set is refused: reading it would run code or read other files; None if it is safe."""
-    said = dict(parse_json((folder / "metadata.json").read_bytes()))
-    if lacking := [name for name in ("observation_space", "action_space") if not isinstance(said.get(name), str)]:
+    metadata = dict(parse_json((folder / "metadata.json").read_bytes()))
+    if missing := [name for name in ("observation_space", "action_space") if not isinstance(metadata.get(name), str)]:
         return (
-            f"metadata.json has no {lacking[0]}, so Minari would make the environment that it names, which can run any code; "
+            f"metadata.json has no {missing[0]}, so Minari would make the environment that it names, which can run any code; "
             "if you trust it, read the data set yourself, and pass its episodes to msrl_jax.data.from_episodes"
         )
     if (path := folder / "main_data.hdf5").exists():
         h5py = _require("h5py", "a Minari data set in HDF5")
         with h5py.File(path, "r") as file:
-            where = file.visititems_links(lambda name, link: name if isinstance(link, h5py.ExternalLink) else None)
-            where = where or file.visititems(
-                lambda name, x: name if isinstance(x, h5py.Dataset) and (x.external or x.is_virtual) else None
+            link_name = file.visititems_links(lambda name, link: name if isinstance(link, h5py.ExternalLink) else None)
+            link_name = link_name or file.visititems(
+                lambda name, item: name if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual) else None
             )
-        if where:
-            return f"{where} of {path} is stored in another file; copy the data you need from that file into the data set"
+        if link_name:
+            return f"{link_name} of {path} is stored in another file; copy the data you need from that file into the data set"
     return None
 
 
@@ -311,72 +311,72 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
-        rows = _rows(_steps(episode, f"episode {number}"), f"episode {number}")
+        rows = _episode_rows(_episode_arrays(episode, f"episode {number}"), f"episode {number}")
         if number and (odd := sorted(rows.keys() ^ columns.keys())):
             raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; all need the same parts of observations")
-        for name, x in rows.items():
-            columns.setdefault(name, []).append(x)
+        for name, array in rows.items():
+            columns.setdefault(name, []).append(array)
     if not columns:
         raise ValueError("no episode was given; pass at least one")
     for name, parts in columns.items():
-        kinds = sorted({f"{x.dtype}{list(x.shape[1:])}" for x in parts})
+        kinds = sorted({f"{array.dtype}{list(array.shape[1:])}" for array in parts})
         if len(kinds) > 1:
             raise ValueError(f"{name} is {' in some episodes and '.join(kinds)} in others; convert them to one of these")
     return from_columns({name: np.concatenate(parts) for name, parts in columns.items()}, about or {})
 
 
-def _steps(episode: Any, where: str) -> Mapping[str, Any]:
+def _episode_arrays(episode: object, episode_name: str) -> Mapping[str, Any]:
     """Returns the arrays of an episode; in RLDS, they are under `steps`, which may be a list of single steps."""
     if not isinstance(episode, Mapping):
-        raise ValueError(f"{where} is {shown(episode)}; pass a list of episodes, each a dict of arrays")
+        raise ValueError(f"{episode_name} is {shown(episode)}; pass a list of episodes, each a dict of arrays")
     steps = episode.get("steps", episode)
     if isinstance(steps, Mapping):
         return steps
     rows = list(steps)
     if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError(f"steps of {where} are {shown(steps)}; pass a dict of arrays, or a list of dicts, one per step")
+        raise ValueError(f"steps of {episode_name} are {shown(steps)}; pass a dict of arrays, or a list of dicts, one per step")
     return jax.tree.map(lambda *xs: np.stack(xs), *map(dict, rows))
 
 
-def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
+def _episode_rows(episode: Mapping[str, Any], episode_name: str) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
     obs: dict[str, np.ndarray] = {}
     terminal = False
     for name, names in _NAMES.items():
-        given = next((other for other in names if other in episode), None)
-        value = episode[given] if given else None
-        if given is None and name != "truncated":
-            raise ValueError(f"{where} has no {' or '.join(names)}; it has {', '.join(sorted(episode))}")
+        given_name = next((other for other in names if other in episode), None)
+        value = episode[given_name] if given_name else None
+        if given_name is None and name != "truncated":
+            raise ValueError(f"{episode_name} has no {' or '.join(names)}; it has {', '.join(sorted(episode))}")
         if name == "obs":
-            obs = {path: np.asarray(x) for path, x in named(value, name).items()}
+            obs = {path: np.asarray(x) for path, x in parts_by_path(value, name).items()}
         elif isinstance(value, Mapping | tuple):
-            raise ValueError(f"{given} of {where} is a {type(value).__name__} of arrays; flatten it to one array")
-        elif given is not None:
-            found[name] = np.asarray(value)
-            terminal |= given == "is_terminal"
+            raise ValueError(f"{given_name} of {episode_name} is a {type(value).__name__} of arrays; flatten it to one array")
+        elif given_name is not None:
+            arrays[name] = np.asarray(value)
+            terminal |= given_name == "is_terminal"
     lengths = {path: len(x) if x.ndim else 0 for path, x in obs.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the parts of the observations of {where} have different lengths, {lengths}; make them equal")
+        raise ValueError(f"the parts of the observations of {episode_name} have different lengths, {lengths}; make them equal")
     steps = max(lengths.values()) - 1
     if steps < 1:
-        raise ValueError(f"{where} has {steps + 1} observations; pass one more than there are steps, so at least two")
-    for name, x in found.items():
+        raise ValueError(f"{episode_name} has {steps + 1} observations; pass one more than there are steps, so at least two")
+    for name, x in arrays.items():
         lengths = [steps + 1] if name == "terminated" and terminal else [steps, steps + 1]
         if x.ndim == 0 or len(x) not in lengths:
             raise ValueError(
-                f"{name} of {where} has shape {list(x.shape)}, but there are {steps + 1} observations; pass one per step, "
-                f"[{' or '.join(map(str, lengths))}, ...]"
+                f"{name} of {episode_name} has shape {list(x.shape)}, but there are {steps + 1} observations; pass one per "
+                f"step, [{' or '.join(map(str, lengths))}, ...]"
             )
         if name == "reward" and x.ndim > 1:
             raise ValueError(
-                f"reward of {where} has shape {list(x.shape)}; these episodes have one agent, so pass one number per step; "
-                "for several agents, make a Dataset with the field valid"
+                f"reward of {episode_name} has shape {list(x.shape)}; these episodes have one agent, so pass one number per "
+                "step; for several agents, make a Dataset with the field valid"
             )
-        found[name] = x[1:] if name == "terminated" and terminal else x[:steps]
-    truncated = found.setdefault("truncated", np.zeros(steps, bool)).astype(bool)
-    truncated[-1] |= not found["terminated"][-1]
-    before, after = {path: x[:-1] for path, x in obs.items()}, {f"next_{path}": x[1:] for path, x in obs.items()}
-    return {**found, **before, **after, "truncated": truncated}
+        arrays[name] = x[1:] if name == "terminated" and terminal else x[:steps]
+    truncated = arrays.setdefault("truncated", np.zeros(steps, bool)).astype(bool)
+    truncated[-1] |= not arrays["terminated"][-1]
+    obs_arrays, next_obs_arrays = {path: x[:-1] for path, x in obs.items()}, {f"next_{path}": x[1:] for path, x in obs.items()}
+    return {**arrays, **obs_arrays, **next_obs_arrays, "truncated": truncated}
 
 
 _FORMATS: dict[str, tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]] = {

@@ -14,7 +14,7 @@ from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.formats import check_new, save
 from msrl_jax.envs import Environment, has_agents, vectorize
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
 from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams, ParamSampler
@@ -25,6 +25,7 @@ from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 from msrl_jax.fragments.support.checks import check_loaded, check_seed, whole
 from msrl_jax.fragments.support.random_keys import key_for
 from msrl_jax.fragments.support.tracebacks import entry
+from msrl_jax.replay import Transition
 
 _CHUNK = 1024  # approximate number of rows on the device at a time
 
@@ -34,12 +35,14 @@ class _Acting(Protocol):
 
     @property
     def env(self) -> Environment: ...
-    def source(self, state: Any) -> ParamSampler | tuple[()]: ...
-    def elsewhere(self, env_params: GivenParams) -> "_Acting": ...
-    def take(self, state: Any) -> list[jax.Array]: ...
-    def restore(self, leaves: list[jax.Array]) -> Any: ...
-    def initial_carry(self, num_envs: int) -> Any: ...
-    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]: ...
+    def source(self, state: PyTree) -> ParamSampler | tuple[()]: ...
+    def with_env_params(self, env_params: GivenParams) -> "_Acting": ...
+    def take(self, state: PyTree) -> list[jax.Array]: ...
+    def restore(self, leaves: list[jax.Array]) -> PyTree: ...
+    def initial_carry(self, num_envs: int) -> PyTree: ...
+    def act_with_carry(
+        self, state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree]: ...
 
 
 class _TrainedRun(Protocol):
@@ -51,7 +54,7 @@ class _TrainedRun(Protocol):
     def description(self) -> Mapping[str, Any]: ...
     @property
     def history(self) -> Mapping[str, np.ndarray]: ...
-    def member_state(self, member: int | None = None) -> Any: ...
+    def member_state(self, member: int | None = None) -> PyTree: ...
 
 
 @entry
@@ -96,30 +99,30 @@ def record(
         check_new(path)
     behavior, num_envs = result.behavior, min(num_envs, steps)
     if env_params is not None:
-        behavior = behavior.elsewhere(env_params)
+        behavior = behavior.with_env_params(env_params)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
-    trained = result.member_state(member)
-    recorded = with_privileged(behavior.env)
-    env = with_source(vectorize(recorded, num_envs), jax.device_get(behavior.source(trained)))
-    check_rows_fit(recorded, steps, "Record fewer steps at a time, each with another seed and file")
-    space, limit = RecordedEnvironment(recorded, chunk).action_space, 1.0 if epsilon is None else epsilon
-    several = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
+    member_state = result.member_state(member)
+    full_env = with_privileged(behavior.env)
+    env = with_source(vectorize(full_env, num_envs), jax.device_get(behavior.source(member_state)))
+    check_rows_fit(full_env, steps, "Record fewer steps at a time, each with another seed and file")
+    space, random_share = RecordedEnvironment(full_env, chunk).action_space, 1.0 if epsilon is None else epsilon
+    num_agents = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
 
-    def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def choose(state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array) -> tuple[jax.Array, PyTree]:
         if epsilon is None:
             return behavior.act_with_carry(state, obs, carry, key)
         action, carry = behavior.act_with_carry(state, obs, carry)
         whether, *keys = jax.random.split(key, num_envs + 1)
         mask, keys = mask_of(obs), jnp.stack(keys)
         draw = jax.vmap(lambda key, mask: space.sample(key) if mask is None else sample_legal(key, mask))
-        if several:
-            keys, draw = jax.vmap(lambda key: jax.random.split(key, several))(keys), jax.vmap(draw)
+        if num_agents:
+            keys, draw = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys), jax.vmap(draw)
         random: Any = draw(keys, mask)
-        at_random = jax.random.uniform(whether, keys.shape, jnp.float32) < limit
+        at_random = jax.random.uniform(whether, keys.shape, jnp.float32) < random_share
         return jnp.where(at_random.reshape(*keys.shape, *[1] * (random.ndim - keys.ndim)), random, action), carry
 
-    def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Any]:
+    def roll(leaves: list[jax.Array], running: PyTree) -> tuple[PyTree, Transition]:
         state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
         def step(running, _):
@@ -127,14 +130,14 @@ def record(
             key, action_key = jax.random.split(key)
             action, carry = choose(state, obs, carry, action_key)
             env_state, t = env.step(env_state, action)
-            carry = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(t.ended, new, old), fresh, carry)
+            carry = jax.tree.map(lambda fresh_leaf, leaf: jax.vmap(jnp.where)(t.ended, fresh_leaf, leaf), fresh, carry)
             return (env_state, t.obs, carry, key), to_row(obs, jnp.asarray(action, action_dtype), t)
 
         return jax.lax.scan(step, running, None, length=chunk)
 
     play = MemoryCheckedJit(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
-    leaves = behavior.take(trained)
+    leaves = behavior.take(member_state)
     key, env_key = jax.random.split(key_for("data", jax.random.key(seed)))
     envs = tree_bytes(jax.eval_shape(env.reset, env_key))
     check_fits_host(envs, f"the state of num_envs={num_envs:,} environments", "Use fewer of them")
@@ -146,14 +149,14 @@ def record(
             parts.append(jax.device_get(rows))
     close_simulators(env)
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
-    how = "sampled actions" if epsilon is None else f"greedy except for epsilon={epsilon:g}"
+    action_choice = "sampled actions" if epsilon is None else f"greedy except for epsilon={epsilon:g}"
     description = result.description
     about = {
         "env": description["env"],
-        "observation_space": str(recorded.observation_space),
+        "observation_space": str(full_env.observation_space),
         "action_space": str(behavior.env.action_space),
         **agents_of(behavior.env),
-        "made_by": f"{description['algorithm']}, {how}",
+        "made_by": f"{description['algorithm']}, {action_choice}",
         "trained_steps": int(result.history["step"][-1]) if len(result.history["step"]) else 0,
         "seed": seed,
     }

@@ -31,7 +31,7 @@ class _Sent(NamedTuple):
     arrays: list[np.ndarray]
 
 
-class _Over(Exception):
+class _RunOver(Exception):
     """The run is over; the message is the error that ended it, if any."""
 
 
@@ -56,63 +56,62 @@ class _Actor:
 
     def act_for(self, channel: Channel, packing: Packing, program: SplitProgram) -> None:
         """Acts until the connection is lost, or the run is over."""
-        packed: list[np.ndarray] = []
-        others, is_sent = packing.others(packing.packed_kinds), False
+        packed_arrays: list[np.ndarray] = []
+        unpacked_types, is_sent = packing.not_packed(packing.packed_kinds), False
         while True:
-            header, payload = _received(channel, wire.size_of(packing.packed_kinds))
+            header, payload = _receive(channel, wire.size_of(packing.packed_kinds))
             if is_sent:
                 self.waiting = None
-            if (changed := header["changed"]) is None:
-                packed = wire.arrays_of(payload, packing.packed_kinds)
+            if (num_changed := header["changed"]) is None:
+                packed_arrays = wire.arrays_of(payload, packing.packed_kinds)
             else:
-                words = [jax.ShapeDtypeStruct((changed,), np.int32), jax.ShapeDtypeStruct((changed,), np.uint16)]
-                packed = apply_changes(packing, packed, wire.arrays_of(payload, [*words, *others]))
+                words = [jax.ShapeDtypeStruct((num_changed,), np.int32), jax.ShapeDtypeStruct((num_changed,), np.uint16)]
+                packed_arrays = apply_changes(packing, packed_arrays, wire.arrays_of(payload, [*words, *unpacked_types]))
             if self.waiting is None:
-                published = jax.device_put(packing.unpack(packed), program.sharding)
-                self.leaves, sent = program.act(self.leaves, published)
+                published = jax.device_put(packing.unpack(packed_arrays), program.sharding)
+                self.leaves, sent_arrays = program.act(self.leaves, published)
                 token = {"run": self.run, "life": header["life"], "version": header["version"], "unroll": self.unrolls}
-                self.waiting, self.unrolls = _Sent(token, jax.device_get(sent)), self.unrolls + 1
-            _hear(channel)
+                self.waiting, self.unrolls = _Sent(token, jax.device_get(sent_arrays)), self.unrolls + 1
+            _check_over(channel)
             channel.send(*self.waiting)
             is_sent = True
 
     def enter(self, channel: Channel) -> tuple[Packing, SplitProgram]:
         """Waits until the learner admits the actor; returns what it needs to act."""
         channel.send({"versions": versions(), "ticket": self.ticket, "run": self.run})
-        about = _received(channel)[0]
+        about = _receive(channel)[0]
         self.run = about["run"]
         try:
             if self.program is None or about["experiment"] != self.about:  # a different run
-                said = about["experiment"]
-                experiment = self.experiment or Experiment.from_json(said, where="the learner", trust=self.trust)
+                experiment = self.experiment or Experiment.from_json(about["experiment"], where="the learner", trust=self.trust)
                 self.program = split_program(experiment)
                 self.about = about["experiment"]
             _ = self.program.act
-            packing = Packing.of(about["codec"], self.program.halves.published_kinds)
+            packing = Packing.from_codec(about["codec"], self.program.halves.published_kinds)
         except (ValueError, TypeError, ImportError) as error:
             channel.send({"cannot": str(error)})
             raise
-        _hear(channel)
+        _check_over(channel)
         channel.send({"fingerprint": self.program.halves.fingerprint})
-        ticket = _received(channel)[0]["ticket"]
+        ticket = _receive(channel)[0]["ticket"]
         if self.ticket is None:
             self.ticket, self.leaves = ticket, self.program.initial_leaves(ticket)
         return packing, self.program
 
 
-def _received(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
+def _receive(channel: Channel, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
     header, arrays = channel.receive(payload)
     if "refused" in header:
         raise ValueError(f"the learner refused this actor: {header['refused']}")
     if "over" in header:
-        raise _Over(header.get("error", ""))
+        raise _RunOver(header.get("error", ""))
     return header, arrays
 
 
-def _hear(channel: Channel) -> None:
+def _check_over(channel: Channel) -> None:
     """Reads a message that arrived meanwhile; it can only say that the run is over."""
     if channel.has_message():
-        _received(channel)
+        _receive(channel)
 
 
 @entry
@@ -121,7 +120,7 @@ def act(
     experiment: Experiment | None = None,
     wait: float | str = "10m",
     trust: bool = False,
-    say: Callable[[str], Any] = lambda line: None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> int:
     """Acts for the learner of a run that was started with `actors_at`, until the run is over; or for several in parallel.
 
@@ -159,14 +158,17 @@ def act(
 
     def act_at(address: str, actor: _Actor) -> None:
         try:
-            outcomes.append(_act(address, actor, limit, say))
+            outcomes.append(_act_for_learner(address, actor, limit, say))
         except Exception as error:
             outcomes.append(error)
             if len(addresses) > 1:  # the others may run for days
                 say(f"acting for {address} ended with an error: {error}")
 
     with compiling.on_disk():
-        threads = [threading.Thread(target=act_at, args=each, daemon=True) for each in zip(addresses, actors, strict=True)]
+        threads = [
+            threading.Thread(target=act_at, args=address_and_actor, daemon=True)
+            for address_and_actor in zip(addresses, actors, strict=True)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -177,16 +179,16 @@ def act(
                 actor.leave()
             for thread in threads:
                 thread.join(_PATIENCE)
-    if errors := [x for x in outcomes if isinstance(x, Exception)]:
+    if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
         raise errors[0]
-    return sum(x for x in outcomes if isinstance(x, int))
+    return sum(outcome for outcome in outcomes if isinstance(outcome, int))
 
 
 def _is_file(address: str) -> bool:
     return isinstance(address, str) and "/" in address
 
 
-def _where(address: str) -> tuple[str, int]:
+def _resolve_address(address: str) -> tuple[str, int]:
     """Returns the learner's address; raises WireError if the file with it does not exist yet or is incomplete."""
     if not _is_file(address):
         return wire.address_of(address, "address")
@@ -196,11 +198,11 @@ def _where(address: str) -> tuple[str, int]:
         raise WireError(str(error)) from error
 
 
-def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -> int:
-    since, attempts = time.monotonic(), 0
+def _act_for_learner(address: str, actor: _Actor, limit: float, say: Callable[[str], object]) -> int:
+    wait_start, attempts = time.monotonic(), 0
     while not actor.is_leaving:
         try:
-            host, port = _where(address)
+            host, port = _resolve_address(address)
             if not tls.key_file().exists():
                 raise WireError(f"the learner has not made the key {tls.key_file()} yet")
             with contextlib.closing(wire.connect((host, port), tls.contexts()[1])) as channel:
@@ -212,7 +214,7 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
                 acts_with = actor.enter(channel)
                 say(f"acting for {host}:{port}")
                 actor.act_for(channel, *acts_with)
-        except _Over as over:
+        except _RunOver as over:
             if str(over):
                 raise RuntimeError(f"the run at {address} ended with an error: {over}") from None
             say(f"the run at {address} is over, after {actor.unrolls} unrolls of this actor")
@@ -220,9 +222,9 @@ def _act(address: str, actor: _Actor, limit: float, say: Callable[[str], Any]) -
         except WireError as error:
             if not attempts and not actor.is_leaving:
                 say(f"no learner answers at {address} yet; waiting for one")
-                since = time.monotonic()
+                wait_start = time.monotonic()
             pause = _PAUSES[min(attempts, len(_PAUSES) - 1)]
-            if time.monotonic() + pause - since > limit:
+            if time.monotonic() + pause - wait_start > limit:
                 text = f"no learner answers at {address}: {error}; start one with --actors-at, or correct the address"
                 raise ConnectionError(text) from error
             attempts += 1

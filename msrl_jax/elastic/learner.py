@@ -12,11 +12,13 @@ import numpy as np
 
 from msrl_jax.elastic.actor_pool import ActorPool, WaitForActors, check_policy
 from msrl_jax.elastic.split_program import split_program
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
+from msrl_jax.run.loop.loop import Hook
 
 
 class RemoteActors:
@@ -30,8 +32,8 @@ class RemoteActors:
         if is_auto(policy):
             raise ValueError('policy="auto" compares policies without actors in other processes; remove one of the two')
         if record is not None or experiment.guard == "rollback":
-            given = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
-            raise ValueError(f"{given} needs the environments, which run in the actors; remove it, or actors_at")
+            option = f"record={str(record)!r}" if record is not None else 'guard="rollback"'
+            raise ValueError(f"{option} needs the environments, which run in the actors; remove it, or actors_at")
 
     def default_policy(self, experiment: Experiment) -> str:
         """Returns the default policy of a run: unrolls are used up to an age of 8 iterations."""
@@ -45,15 +47,15 @@ class RemoteActors:
         devices: Sequence[Device] | None,
         folder: Path | None,
         requests: StopRequests,
-        say: Callable[[str], Any],
-    ) -> Iterator[Any]:
+        say: Callable[[str], object],
+    ) -> Iterator["LearnerProgram"]:
         """Listens for actors; raises ValueError, before compilation, if the run or the address does not support them."""
         policy, device = check_policy(policy), None if devices is None else check_devices(devices)[0]
         with contextlib.closing(ActorPool(self._address, split_program(experiment, device), policy, folder, say)) as pool:
             self._pool, self._wait = pool, WaitForActors(pool, requests)
             yield LearnerProgram(pool)
 
-    def hooks(self, hooks: list[Any]) -> list[Any]:
+    def hooks(self, hooks: list[Hook]) -> list[Hook]:
         """Adds the hook of the actors, whose `end` runs last, and the wait for actors, the last hook before a chunk."""
         return [self._pool, *hooks, self._wait]
 
@@ -76,7 +78,7 @@ class LearnerProgram:
         return (self._program.device,)
 
     @property
-    def shardings(self) -> tuple[Any, tuple[()]]:
+    def shardings(self) -> tuple[PyTree, tuple[()]]:
         """The sharding of the state."""
         return jax.tree.map(lambda _: self._program.sharding, self._program.state), ()
 
@@ -94,22 +96,22 @@ class LearnerProgram:
         _ = self._program.learn
         self.compile_seconds += time.perf_counter() - start
 
-    def initialize(self, init: Callable[..., Any], *args: Any) -> Any:
+    def initialize(self, init: Callable[..., PyTree], *args: Any) -> PyTree:
         """Computes a state."""
         start = time.perf_counter()
         compiled = jax.jit(init, out_shardings=self._program.sharding).lower(*args).compile()
         self.compile_seconds += time.perf_counter() - start
         return compiled(*args)
 
-    def place(self, state: Any) -> Any:
+    def place(self, state: PyTree) -> PyTree:
         """Copies a state."""
         return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), self._program.sharding), state)
 
-    def unwrap(self, state: Any) -> Any:
+    def unwrap(self, state: PyTree) -> PyTree:
         """Returns the state."""
         return state
 
-    def run(self, state: Any, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[Any, Any]:
+    def run(self, state: PyTree, iterations: int, *, chunk: int | None = None, donate: bool = False) -> tuple[PyTree, PyTree]:
         """Learns from at most `iterations` unrolls; the metrics have one row per unroll."""
         leaves, tree = jax.tree.flatten(state if donate else self.place(state))
         rows: list[list[np.ndarray]] = []
@@ -120,5 +122,7 @@ class LearnerProgram:
             self._pool.answer(unroll.actor)
             rows.append(jax.device_get(metrics))
         kinds = [v.aval for v in self._program.halves.schedule.metrics]
-        columns = [np.stack(column) for column in zip(*rows, strict=True)] or [np.zeros((0, *x.shape), x.dtype) for x in kinds]
+        columns = [np.stack(column) for column in zip(*rows, strict=True)] or [
+            np.zeros((0, *kind.shape), kind.dtype) for kind in kinds
+        ]
         return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(self._program.metrics, columns)

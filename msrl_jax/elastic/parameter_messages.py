@@ -22,12 +22,12 @@ class Packing:
     kinds: Sequence[Any]  # shapes and dtypes of the published arrays
 
     @classmethod
-    def of(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
+    def from_codec(cls, codec: Any, kinds: Sequence[Any]) -> "Packing":
         """Returns the packing of a codec name; raises ValueError if the codec is not for parameters."""
-        known = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
-        if known is not None and not (isinstance(known, Codec) and known.encode is BFLOAT16.encode):
+        resolved = None if codec is None else codecs.get(codec) if isinstance(codec, str | Codec) else codec
+        if resolved is not None and not (isinstance(resolved, Codec) and resolved.encode is BFLOAT16.encode):
             raise ValueError(f"parameter_codec={shown(codec)}: actors in other processes support 'bfloat16', 'delta' or none")
-        return cls(known, kinds)
+        return cls(resolved, kinds)
 
     @property
     def name(self) -> str | None:
@@ -37,15 +37,15 @@ class Packing:
     @functools.cached_property
     def packs(self) -> tuple[bool, ...]:
         """Which arrays are packed."""
-        return tuple(self.codec is not None and self.codec.takes(x) for x in self.kinds)
+        return tuple(self.codec is not None and self.codec.takes(kind) for kind in self.kinds)
 
     @functools.cached_property
     def packed_kinds(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the packed arrays."""
         pairs = zip(self.kinds, self.packs, strict=True)
-        return [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if packs else x.dtype) for x, packs in pairs]
+        return [jax.ShapeDtypeStruct(kind.shape, jnp.bfloat16 if packs else kind.dtype) for kind, packs in pairs]
 
-    def pack(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+    def pack(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
         """Packs arrays for sending."""
         return [np.asarray(x).astype(kind.dtype) for x, kind in zip(arrays, self.packed_kinds, strict=True)]
 
@@ -58,7 +58,7 @@ class Packing:
         parts = [x.reshape(-1).view(np.uint16) for x, packs in zip(packed, self.packs, strict=True) if packs]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
-    def others(self, arrays: Sequence[Any]) -> list[Any]:
+    def not_packed(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays that are not packed."""
         return [x for x, packs in zip(arrays, self.packs, strict=True) if not packs]
 
@@ -68,7 +68,7 @@ class ActorSender:
     """Creates the messages to one actor, and counts them."""
 
     packing: Packing
-    last: np.ndarray | None = None  # the packed values that the actor has
+    last_words: np.ndarray | None = None  # the packed values that the actor has
     exchanges: int = field(default=0)
 
     def message(self, packed: Sequence[np.ndarray]) -> tuple[int | None, list[np.ndarray]]:
@@ -76,26 +76,26 @@ class ActorSender:
         changes = None if self.packing.codec is None else self.packing.codec.changes
         if changes is None:
             return None, list(packed)
-        now, last = self.packing.words(packed), self.last
-        self.last, self.exchanges = now, self.exchanges + 1
-        if last is None or self.exchanges % changes.every == 0:
+        words, last_words = self.packing.words(packed), self.last_words
+        self.last_words, self.exchanges = words, self.exchanges + 1
+        if last_words is None or self.exchanges % changes.every == 0:
             return None, list(packed)
-        (places,) = np.nonzero(now != last)
-        if len(places) > len(now) // changes.one_in:
+        (places,) = np.nonzero(words != last_words)
+        if len(places) > len(words) // changes.one_in:
             return None, list(packed)
-        return len(places), [places.astype(np.int32), now[places], *self.packing.others(packed)]
+        return len(places), [places.astype(np.int32), words[places], *self.packing.not_packed(packed)]
 
 
-def apply_changes(packing: Packing, last: Sequence[np.ndarray], changed: Sequence[np.ndarray]) -> list[np.ndarray]:
+def apply_changes(packing: Packing, arrays: Sequence[np.ndarray], changes: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Applies changes to the arrays of the last message: positions, words, and the arrays that are not packed."""
-    places, words, *others = changed
-    now = packing.words(last).copy()
-    now[places] = words
-    found, start, rest = [], 0, iter(others)
+    places, words, *unpacked_arrays = changes
+    new_words = packing.words(arrays).copy()
+    new_words[places] = words
+    new_arrays, start, unpacked_iterator = [], 0, iter(unpacked_arrays)
     for kind, packs in zip(packing.packed_kinds, packing.packs, strict=True):
         if packs:
-            found.append(now[start : start + kind.size].view(kind.dtype).reshape(kind.shape))
+            new_arrays.append(new_words[start : start + kind.size].view(kind.dtype).reshape(kind.shape))
             start += kind.size
         else:
-            found.append(next(rest))
-    return found
+            new_arrays.append(next(unpacked_iterator))
+    return new_arrays

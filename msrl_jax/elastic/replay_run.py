@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.elastic.parameter_messages import Packing
 from msrl_jax.elastic.split_program import SplitProgram, split_program
 from msrl_jax.elastic.unroll_log import FILE, read_log
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import read_rows
 from msrl_jax.run.disk.store import read_description
@@ -23,7 +25,7 @@ from msrl_jax.run.experiment.spec import Experiment, difference
 
 
 @entry
-def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> Any:
+def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *, trust: bool = False) -> PyTree:
     """Recomputes a run with actors in this process alone, from the log of the unrolls in their order of arrival.
 
     Args:
@@ -41,15 +43,17 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
     description, lines = read_description(folder), read_log(folder / FILE)
     begins = [0, *(resumed["iteration"] for resumed in description["resumed"])]
     # A learner that was killed as it started may be recorded in only one of the two.
-    if not lines or _changes(line["begins"] for line in lines if "begins" in line) != _changes(begins):
+    if not lines or _without_repeats(line["begins"] for line in lines if "begins" in line) != _without_repeats(begins):
         raise RunFolderError(f"the run in {folder} did not learn from actors all the time ({FILE}), so it cannot be replayed")
     if any("gap" in line for line in lines):
         raise RunFolderError(f"{folder / FILE} has a gap where lines could not be written, so the run cannot be replayed")
     if experiment is None:
         experiment = Experiment.from_json(description, where=f"the run in {folder}", trust=trust)
     if differs := difference(description, experiment.to_json()):
-        name, saved, given = differs
-        raise RunFolderError(f"the run in {folder} has {name}={saved!r}, but the experiment {given!r}; pass the run's own")
+        name, saved_value, experiment_value = differs
+        raise RunFolderError(
+            f"the run in {folder} has {name}={saved_value!r}, but the experiment {experiment_value!r}; pass the run's own"
+        )
     replay = _Replay(experiment, lines)
     try:
         for line in lines:
@@ -65,7 +69,7 @@ def replay_arrivals(folder: str | Path, experiment: Experiment | None = None, *,
     return innermost(jax.tree.unflatten(jax.tree.structure(replay.programs[-1].state), replay.leaves))
 
 
-def _changes(numbers: Iterable[int]) -> list[int]:
+def _without_repeats(numbers: Iterable[int]) -> list[int]:
     return [number for number, _ in itertools.groupby(numbers)]
 
 
@@ -78,47 +82,49 @@ class _Replay:
         self.leaves: list[jax.Array] = []
         self.iteration = 0
         self._begins = {line["begins"] for line in lines if "begins" in line}
-        self._kept: dict[int, list[jax.Array]] = {}  # the states from which learners resume
-        self._reads = Counter(_acting(line) for line in lines if "ticket" in line)
-        self._published: dict[tuple[int, int], list[Any]] = {}
+        self._resume_states: dict[int, list[jax.Array]] = {}  # the states from which learners resume
+        self._reads = Counter(_parameters_id(line) for line in lines if "ticket" in line)
+        self._published: dict[tuple[int, int], list[np.ndarray]] = {}
         self._actors: dict[int, tuple[int, Any, Any]] = {}  # unrolls made, the actor's leaves, what it sent last
 
     def begin(self, line: dict[str, Any]) -> None:
         program, self.iteration = self._split(total_steps=line["total_steps"], guard=line["guard"]), line["begins"]
-        self.packing = Packing.of(line["codec"], program.halves.published_kinds)
+        self.packing = Packing.from_codec(line["codec"], program.halves.published_kinds)
         if self.programs:
-            self.leaves = jax.tree.map(jnp.copy, self._kept[self.iteration])
+            self.leaves = jax.tree.map(jnp.copy, self._resume_states[self.iteration])
         else:
             self.leaves = jax.device_put(jax.tree.leaves(program.experiment.initial_state()), program.sharding)
         self.programs.append(program)
         self._publish()
 
     def arrive(self, line: dict[str, Any]) -> None:
-        ticket, acting = line["ticket"], _acting(line)
+        ticket, parameters_id = line["ticket"], _parameters_id(line)
         program = self.programs[line["life"]]  # an actor may have acted before the program changed
-        made, own, sent = self._actors.get(ticket) or (0, program.initial_leaves(ticket), None)
-        if line["unroll"] == made:  # otherwise it arrived before
-            own, sent = program.act(own, jax.device_put(self._published[acting], program.sharding))
-            self._actors[ticket] = made + 1, own, sent
-        elif line["unroll"] not in (made - 1, *([] if "used" in line else range(made))):
-            raise KeyError(f"unroll {made} of ticket {ticket}")
-        self._reads[acting] -= 1
-        if not self._reads[acting]:
-            del self._published[acting]
+        num_unrolls, actor_leaves, sent_arrays = self._actors.get(ticket) or (0, program.initial_leaves(ticket), None)
+        if line["unroll"] == num_unrolls:  # otherwise it arrived before
+            actor_leaves, sent_arrays = program.act(
+                actor_leaves, jax.device_put(self._published[parameters_id], program.sharding)
+            )
+            self._actors[ticket] = num_unrolls + 1, actor_leaves, sent_arrays
+        elif line["unroll"] not in (num_unrolls - 1, *([] if "used" in line else range(num_unrolls))):
+            raise KeyError(f"unroll {num_unrolls} of ticket {ticket}")
+        self._reads[parameters_id] -= 1
+        if not self._reads[parameters_id]:
+            del self._published[parameters_id]
         if "used" in line:
-            self.leaves, _ = self.programs[-1].learn(self.leaves, sent)
+            self.leaves, _ = self.programs[-1].learn(self.leaves, sent_arrays)
             self.iteration += 1
             self._publish()
 
     def _publish(self) -> None:
-        now = len(self.programs) - 1, self.iteration
-        if self._reads[now]:
-            own = jax.device_get([self.leaves[i] for i in self.programs[-1].halves.published])
-            self._published[now] = self.packing.unpack(self.packing.pack(own))
+        parameters_id = len(self.programs) - 1, self.iteration
+        if self._reads[parameters_id]:
+            parameters = jax.device_get([self.leaves[i] for i in self.programs[-1].halves.published])
+            self._published[parameters_id] = self.packing.unpack(self.packing.pack(parameters))
         if self.iteration in self._begins:
-            self._kept[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
+            self._resume_states[self.iteration] = jax.tree.map(jnp.copy, self.leaves)
 
 
-def _acting(line: dict[str, Any]) -> tuple[int, int]:
+def _parameters_id(line: dict[str, Any]) -> tuple[int, int]:
     """Returns the learner and the version of the parameters that were used for acting."""
     return line["life"], line["version"]

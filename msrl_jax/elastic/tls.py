@@ -11,7 +11,6 @@ import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from msrl_jax._files import writing
 
@@ -21,17 +20,17 @@ _FORMER = "MSRL_JAX_SECRET"
 
 def key_file() -> Path:
     """Returns the file with the key: the one in `MSRL_JAX_ACTORS_KEY`, or `msrl-jax/actors.pem` in the user's config folder."""
-    if given := os.environ.get(KEY_VARIABLE):
-        return Path(given).expanduser().absolute()
+    if path := os.environ.get(KEY_VARIABLE):
+        return Path(path).expanduser().absolute()
     settings = os.environ.get("XDG_CONFIG_HOME", "")
     return (Path(settings) if os.path.isabs(settings) else Path.home() / ".config") / "msrl-jax" / "actors.pem"
 
 
-def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts(note: Callable[[str], object] | None = None) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Returns the TLS contexts of a learner and of an actor.
 
     Args:
-      said: for a learner, creates a missing key and is called with a message that says where; None for an actor.
+      note: for a learner, creates a missing key and is called with a message that says where; None for an actor.
 
     Raises:
       ValueError: if others may read the file, if it belongs to another user or is not a key file, or if an actor has no key.
@@ -44,11 +43,11 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
         )
     path = key_file()
     if not path.exists():
-        if said is None:
+        if note is None:
             correct = f", or correct the variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else ""
             raise ValueError(f"the key {path} does not exist; start the learner first to create it, or copy its key{correct}")
-        _make(path)
-        said(f"made a key for learner and actors, {path}; copy it to the machines of actors")
+        _make_key(path)
+        note(f"made a key for learner and actors, {path}; copy it to the machines of actors")
     if not path.is_file():
         raise ValueError(f"the key {path} is not a file; set {KEY_VARIABLE} to a file")
     status = path.stat()
@@ -73,7 +72,7 @@ def contexts(said: Callable[[str], Any] | None = None) -> tuple[ssl.SSLContext, 
     return learner, actor
 
 
-def _make(path: Path) -> None:
+def _make_key(path: Path) -> None:
     """Writes a new key, unless another process is faster."""
     try:
         from cryptography import x509

@@ -32,7 +32,7 @@ from msrl_jax.run.disk.folder import SaveWarning, check_links, json_lines
 from msrl_jax.run.experiment.plain_data import RunFolderError
 
 FILE = "arrivals.jsonl"
-_KEPT = 100_000  # maximum number of lines kept in memory until they can be written
+_MAX_UNWRITTEN = 100_000  # maximum number of lines kept in memory until they can be written
 
 
 class UnrollLog:
@@ -44,17 +44,17 @@ class UnrollLog:
             check_links(folder, [FILE])
         self.lives: list[int] = []  # iterations at which learners started
         self.run, self.tickets, self.dropped, self.refused = secrets.token_hex(8), 0, 0, 0
-        self._used = array.array("q")  # the ticket, the number and the iteration of each unroll that was learned from
+        self._used_unrolls = array.array("q")  # the ticket, the number and the iteration of each unroll that was learned from
         for line in () if self._file is None else each_line(self._file):
             self.run = line.get("run", self.run)
             self.lives += [line["begins"]] if "begins" in line else []
             self.tickets += "joins" in line
             self._count(line)
-            self._used.extend((line["ticket"], line["unroll"], line["used"]) if "used" in line else ())
-        self._taken: dict[int, int] = {}  # the last unroll accepted from each actor
-        self._kept: list[bytes] = []  # lines that are not in the file yet
-        self._gap, self._whole = 0, 0  # number of lost lines; number of bytes of complete lines in the file
-        self._again, self._lock = 0.0, threading.Lock()  # when to try to write again
+            self._used_unrolls.extend((line["ticket"], line["unroll"], line["used"]) if "used" in line else ())
+        self._last_unrolls: dict[int, int] = {}  # the last unroll accepted from each actor
+        self._unwritten: list[bytes] = []  # lines that are not in the file yet
+        self._gap, self._complete_bytes = 0, 0  # number of lost lines; number of bytes of complete lines in the file
+        self._retry_time, self._lock = 0.0, threading.Lock()  # when to try to write again
 
     @property
     def life(self) -> int:
@@ -64,13 +64,13 @@ class UnrollLog:
     def begin(self, iteration: int, **about: Any) -> None:
         """Records that a learner starts, and facts about it; what an earlier one learned after this iteration is lost."""
         self.lives.append(iteration)
-        learned = np.reshape(self._used, (-1, 3))
+        learned = np.reshape(self._used_unrolls, (-1, 3))
         tickets, unrolls, _ = learned[learned[:, 2] < iteration][::-1].T
-        last, at = np.unique(tickets, return_index=True)
-        self._taken |= dict(zip(last.tolist(), unrolls[at].tolist(), strict=True))
-        self._used = array.array("q")
+        last_tickets, positions = np.unique(tickets, return_index=True)
+        self._last_unrolls |= dict(zip(last_tickets.tolist(), unrolls[positions].tolist(), strict=True))
+        self._used_unrolls = array.array("q")
         if self._file is not None and self._file.exists():
-            self._whole = self._file.read_bytes().rfind(b"\n") + 1  # do not append to a line that was cut off
+            self._complete_bytes = self._file.read_bytes().rfind(b"\n") + 1  # do not append to a line that was cut off
         self._write({"run": self.run, "begins": iteration, **about})
 
     def join(self) -> int:
@@ -92,13 +92,13 @@ class UnrollLog:
     ) -> str | None:
         """Records an unroll that arrived at an iteration; returns the reason if it is not used, such as its flaw."""
         reason, age = None, iteration - version
-        if unroll <= self._taken.get(ticket, -1):
+        if unroll <= self._last_unrolls.get(ticket, -1):
             reason = "it arrived twice"
         elif version > min(self.lives[life + 1 :], default=version):
             reason = "the learner that made its parameters lost them"
         elif age > bound:
             reason = f"its parameters are {age} iterations old, and the bound is {bound}"
-        self._taken[ticket] = max(unroll, self._taken.get(ticket, -1))
+        self._last_unrolls[ticket] = max(unroll, self._last_unrolls.get(ticket, -1))
         outcome = {"used": iteration} if reason is None else {"dropped": reason}
         if reason is None and flaw is not None:
             reason, outcome = flaw, {"refused": flaw}
@@ -108,7 +108,7 @@ class UnrollLog:
     def close(self) -> None:
         """Tries a last time to write the remaining lines."""
         with self._lock:
-            if (self._kept or self._gap) and (error := self._flush()) is not None:
+            if (self._unwritten or self._gap) and (error := self._flush()) is not None:
                 self._warn_of_gap(error)
 
     def _count(self, line: dict[str, Any]) -> None:
@@ -120,17 +120,17 @@ class UnrollLog:
             self._count(line)
             if self._file is None:
                 return
-            waits = self._kept or self._gap
-            self._kept.append(json.dumps(line).encode() + b"\n")
-            if waits and time.monotonic() < self._again:
+            waits = self._unwritten or self._gap
+            self._unwritten.append(json.dumps(line).encode() + b"\n")
+            if waits and time.monotonic() < self._retry_time:
                 return
-            error, self._again = self._flush(), time.monotonic() + 1.0
+            error, self._retry_time = self._flush(), time.monotonic() + 1.0
             if error is not None and not waits:
                 warnings.warn(f"arrivals wait in memory until they can be written: {error}", SaveWarning, stacklevel=4)
-            if error is not None and len(self._kept) > _KEPT:
+            if error is not None and len(self._unwritten) > _MAX_UNWRITTEN:
                 if not self._gap:
                     self._warn_of_gap(error)
-                self._gap, self._kept = self._gap + len(self._kept), []
+                self._gap, self._unwritten = self._gap + len(self._unwritten), []
 
     def _warn_of_gap(self, error: OSError) -> None:
         text = f"lines of {self._file} are lost, and the run cannot be replayed: {error}"
@@ -140,11 +140,11 @@ class UnrollLog:
         """Writes the waiting lines, all or none of them; returns the error if that fails."""
         assert self._file is not None
         gap = [json.dumps({"gap": self._gap}).encode() + b"\n"] if self._gap else []
-        text = b"".join(gap + self._kept)
+        text = b"".join(gap + self._unwritten)
         try:
             with open(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                start = min(size, self._whole)
+                start = min(size, self._complete_bytes)
                 if size > start:
                     file.truncate(start)  # remove a partly written line
                 file.seek(start)
@@ -152,7 +152,7 @@ class UnrollLog:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             return error
-        self._gap, self._kept, self._whole = 0, [], start + len(text)
+        self._gap, self._unwritten, self._complete_bytes = 0, [], start + len(text)
         return None
 
 

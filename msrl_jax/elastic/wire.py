@@ -45,18 +45,18 @@ class Peer:
 
     async def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message."""
-        with _lost():
-            self._writer.write(_message(header, arrays))
+        with _as_wire_error():
+            self._writer.write(_encode_message(header, arrays))
             await self._writer.drain()
 
     async def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
         """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
-        with _lost():
-            lengths = _lengths(await self._reader.readexactly(_LENGTHS.size), payload)
+        with _as_wire_error():
+            lengths = _read_lengths(await self._reader.readexactly(_LENGTHS.size), payload)
             header, arrays = [await self._reader.readexactly(length) for length in lengths]
-            return _header(header), memoryview(arrays)
+            return _read_header(header), memoryview(arrays)
 
-    async def gone(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Discards remaining messages until the other end closes the connection.
 
         Closing a connection while the other end sends is an error there, and earlier messages to it might stay unread.
@@ -78,27 +78,27 @@ class Channel:
 
     def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message."""
-        with _lost():
-            self._connection.sendall(_message(header, arrays))
+        with _as_wire_error():
+            self._connection.sendall(_encode_message(header, arrays))
 
     def receive(self, payload: int = 0) -> tuple[dict[str, Any], memoryview]:
         """Receives a message with at most `payload` bytes of arrays; returns its header and these bytes."""
-        with _lost():
-            lengths = _lengths(self._read(_LENGTHS.size), payload)
+        with _as_wire_error():
+            lengths = _read_lengths(self._read(_LENGTHS.size), payload)
             header, arrays = [self._read(length) for length in lengths]
-            return _header(header), arrays
+            return _read_header(header), arrays
 
     def _read(self, length: int) -> memoryview:
-        found, start = memoryview(bytearray(length)), 0
+        buffer, start = memoryview(bytearray(length)), 0
         while start < length:
-            if not (count := self._connection.recv_into(found[start:])):
+            if not (count := self._connection.recv_into(buffer[start:])):
                 raise EOFError("the other end disconnected")
             start += count
-        return found
+        return buffer
 
     def has_message(self) -> bool:
         """Whether a message, or the end of the connection, has arrived."""
-        with _lost():
+        with _as_wire_error():
             coming = select.poll()
             coming.register(self._connection, select.POLLIN)
             return bool(self._connection.pending() or coming.poll(0))
@@ -114,27 +114,27 @@ class Channel:
 
 
 @contextlib.contextmanager
-def _lost() -> Iterator[None]:
+def _as_wire_error() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, RecursionError) as error:  # the last two: the data is not a message
         raise WireError(str(error) or type(error).__name__) from error
 
 
-def _message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+def _encode_message(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
     text = json.dumps(header).encode()
-    parts = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in arrays]
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
     return b"".join([_LENGTHS.pack(len(text), sum(map(len, parts))), text, *parts])
 
 
-def _lengths(found: bytes | memoryview, payload: int) -> tuple[int, int]:
-    header, arrays = _LENGTHS.unpack(found)
+def _read_lengths(lengths: bytes | memoryview, payload: int) -> tuple[int, int]:
+    header, arrays = _LENGTHS.unpack(lengths)
     if header > _HEADER or arrays > payload:
         raise WireError(f"a message has {header} and {arrays} bytes, but at most {_HEADER} and {payload} were expected")
     return header, arrays
 
 
-def _header(text: bytes | memoryview) -> dict[str, Any]:
+def _read_header(text: bytes | memoryview) -> dict[str, Any]:
     header = json.loads(bytes(text))
     if not isinstance(header, dict):
         raise WireError("a message has no header")
@@ -143,19 +143,19 @@ def _header(text: bytes | memoryview) -> dict[str, Any]:
 
 def size_of(kinds: Sequence[Any]) -> int:
     """Returns the number of bytes of arrays with these shapes and dtypes."""
-    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in kinds)
+    return sum(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for kind in kinds)
 
 
 def arrays_of(payload: memoryview, kinds: Sequence[Any]) -> list[np.ndarray]:
     """Returns the arrays of a message; raises WireError unless they have these shapes and dtypes."""
     if len(payload) != size_of(kinds):
         raise WireError(f"a message has {len(payload)} bytes of arrays instead of {size_of(kinds)}")
-    found, start = [], 0
-    for x in kinds:
-        count, dtype = math.prod(x.shape), np.dtype(x.dtype)
-        found.append(np.frombuffer(payload, dtype, count, start).reshape(x.shape))
+    arrays, start = [], 0
+    for kind in kinds:
+        count, dtype = math.prod(kind.shape), np.dtype(kind.dtype)
+        arrays.append(np.frombuffer(payload, dtype, count, start).reshape(kind.shape))
         start += count * dtype.itemsize
-    return found
+    return arrays
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
@@ -163,18 +163,18 @@ def listen(address: tuple[str, int]) -> socket.socket:
     try:
         return socket.create_server(address, backlog=128)
     except OSError as error:
-        where = ":".join(map(str, address))
+        place = ":".join(map(str, address))
         raise ValueError(
-            f"actors_at={where!r}: cannot listen there ({error.strerror}); stop the learner that uses this address, or choose "
+            f"actors_at={place!r}: cannot listen there ({error.strerror}); stop the learner that uses this address, or choose "
             "another one"
         ) from error
 
 
-async def accepted(connection: socket.socket, context: ssl.SSLContext) -> Peer:
+async def accept(connection: socket.socket, context: ssl.SSLContext) -> Peer:
     """The actor of a connection, once both ends have proved that they have the key; see `connect`."""
     reader = asyncio.StreamReader(2**20)
     protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
-    with _proving(), _lost():
+    with _as_permission_error(), _as_wire_error():
         _keep_alive(connection)
         transport, _ = await loop.connect_accepted_socket(
             lambda: protocol, connection, ssl=context, ssl_handshake_timeout=PATIENCE
@@ -184,10 +184,10 @@ async def accepted(connection: socket.socket, context: ssl.SSLContext) -> Peer:
 
 def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
     """Connects to a learner; raises WireError if nothing listens, PermissionError if it has a different key."""
-    with _lost():
+    with _as_wire_error():
         connection = socket.create_connection(address, PATIENCE)
     try:
-        with _proving(), _lost():
+        with _as_permission_error(), _as_wire_error():
             _keep_alive(connection)
             connection = context.wrap_socket(connection)
             connection.settimeout(None)
@@ -198,7 +198,7 @@ def connect(address: tuple[str, int], context: ssl.SSLContext) -> Channel:
 
 
 @contextlib.contextmanager
-def _proving() -> Iterator[None]:
+def _as_permission_error() -> Iterator[None]:
     try:
         yield
     except WireError as error:

@@ -40,7 +40,7 @@ from msrl_jax.configs.config import (
     tunable,
 )
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
-from msrl_jax.envs.base import output_shapes
+from msrl_jax.envs.base import PyTree, output_shapes
 from msrl_jax.envs.masks import sample_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.progress import parameter_version
@@ -156,8 +156,8 @@ class AlphaZero:
         def env_step(env_state, action):
             env_state, t = venv.step(env_state, action)
             player = t.final_state[:, 0].astype(jnp.int32)
-            ended = t.terminated.all(-1)
-            return env_state, t.obs, MoveOutcome(t.reward[:, 0], ended, t.truncated, of_player(t.final_obs, player), player)
+            is_over = t.terminated.all(-1)
+            return env_state, t.obs, MoveOutcome(t.reward[:, 0], is_over, t.truncated, of_player(t.final_obs, player), player)
 
         @fragment(role="actor")
         def worth(params, estimate, move, outcome):
@@ -218,7 +218,7 @@ class AlphaZero:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = state._replace(
+            next_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 acting_params=acting,
@@ -229,7 +229,7 @@ class AlphaZero:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return next_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
@@ -238,7 +238,7 @@ class AlphaZero:
             state = initial_state(self, buffer, Learner(params, (), optimizer.init(params)), *keys)
             return state._replace(env_state=env_state, obs=obs)
 
-        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        def act(state: OffPolicyState, obs: PyTree, key: jax.Array | None, carry: PyTree) -> tuple[jax.Array, PyTree]:
             return choose(network.policy(state.params, obs), key, 2), carry
 
         return Agent(
@@ -268,34 +268,40 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
     check_trees(config, action_space.n, tree_bytes(state))
     network: Any = policy_and_value(make_torso(env.observation_space, config), action_space, shared_torso=True)
 
-    def seen(state: Any, obs: Any, player: jax.Array) -> MaskedObservation:
+    def masked_obs_of(state: PyTree, obs: PyTree, player: jax.Array) -> MaskedObservation:
         return jax.tree.map(lambda x: x[player], MaskedObservation(obs, env.action_mask(state)))  # type: ignore[attr-defined]
 
-    def expand(params: Any, key: jax.Array, action: jax.Array, states: Any) -> tuple[Any, Any]:
+    def expand(params: PyTree, key: jax.Array, action: jax.Array, states: PyTree) -> tuple[Any, PyTree]:
         """Returns one step of the game from every state `[1, ...]`, as mctx requires."""
 
-        def step(action: jax.Array, state: Any) -> tuple[Any, ...]:
+        def step(action: jax.Array, state: PyTree) -> tuple[Any, ...]:
             player = env.to_move(state)  # type: ignore[attr-defined]
-            after, obs, reward, terminated, _ = env.step(key, state, turn_actions(env, state, player, action))
-            follows = env.to_move(after)  # type: ignore[attr-defined]
-            discount = jnp.where(follows == player, config.discount, -config.discount)
-            over = terminated.all()
-            return after, seen(after, obs, follows), reward[player].astype(jnp.float32), jnp.where(over, 0.0, discount), over
+            next_state, obs, reward, terminated, _ = env.step(key, state, turn_actions(env, state, player, action))
+            next_player = env.to_move(next_state)  # type: ignore[attr-defined]
+            discount = jnp.where(next_player == player, config.discount, -config.discount)
+            is_over = terminated.all()
+            return (
+                next_state,
+                masked_obs_of(next_state, obs, next_player),
+                reward[player].astype(jnp.float32),
+                jnp.where(is_over, 0.0, discount),
+                is_over,
+            )
 
-        after, obs, reward, discount, over = jax.vmap(step)(action, states)
+        next_states, obs, reward, discount, is_over = jax.vmap(step)(action, states)
         policy, value = network.apply(params, obs)
-        value = jnp.where(over, 0.0, value)
+        value = jnp.where(is_over, 0.0, value)
         out = mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy.logits, value=value)
-        return out, after
+        return out, next_states
 
-    def search_one(params: Any, key: jax.Array, state: Any, obs: Any) -> tuple[jax.Array, Example, PlayerMove]:
+    def search_one(params: PyTree, key: jax.Array, state: PyTree, obs: PyTree) -> tuple[jax.Array, Example, PlayerMove]:
         player = env.to_move(state)  # type: ignore[attr-defined]
-        key, whether, which = jax.random.split(key, 3)
-        own = of_player(obs, player)
-        states, batch = jax.tree.map(lambda x: x[None], (state, own))
+        key, random_key, action_key = jax.random.split(key, 3)
+        own_obs = of_player(obs, player)
+        states, batch = jax.tree.map(lambda x: x[None], (state, own_obs))
         policy, value = network.apply(params, batch)
         root = mctx.RootFnOutput(prior_logits=policy.logits, value=value, embedding=states)
-        found = mctx.gumbel_muzero_policy(
+        search_result = mctx.gumbel_muzero_policy(
             params,
             key,
             root,
@@ -305,14 +311,14 @@ def searcher(config: AlphaZero, env: MultiAgentEnvironment) -> tuple[Search, Any
             max_num_considered_actions=config.max_considered,
             gumbel_scale=config.gumbel_scale,
         )
-        chosen = found.action[0]
-        value = found.search_tree.summary().qvalues[0, chosen]
-        random = jax.random.bernoulli(whether, jnp.float32(config.random_share))
-        action = jnp.where(random, sample_legal(which, own.action_mask), chosen)
+        best_action = search_result.action[0]
+        value = search_result.search_tree.summary().qvalues[0, best_action]
+        is_random = jax.random.bernoulli(random_key, jnp.float32(config.random_share))
+        action = jnp.where(is_random, sample_legal(action_key, own_obs.action_mask), best_action)
         return (
             turn_actions(env, state, player, action),
-            Example(own, found.action_weights[0], value),
-            PlayerMove(player, random),
+            Example(own_obs, search_result.action_weights[0], value),
+            PlayerMove(player, is_random),
         )
 
     # Every game has its own key, so that search results do not depend on which games share a device.

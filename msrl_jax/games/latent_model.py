@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Discrete
+from msrl_jax.envs.base import PyTree
 from msrl_jax.networks.layers import dense
 from msrl_jax.networks.torso import Torso
 
@@ -40,12 +41,12 @@ class _Model(nn.Module):
 
     def represent(self, obs: jax.Array) -> jax.Array:
         """Maps observations `[..., *observation_shape]` to latent states `[..., H]`."""
-        return _scaled(self.first_latent(self.representation(obs)))
+        return _rescale(self.first_latent(self.representation(obs)))
 
     def step(self, latent: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps latent states `[..., H]` and actions `[...]` to the next latent states, and rewards `[...]`."""
         features = self.dynamics(latent, jax.nn.one_hot(action, self.num_actions, dtype=jnp.float32))
-        return _scaled(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
+        return _rescale(latent + self.next_latent(features)), self.reward_head(features)[..., 0]
 
     def predict(self, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Maps latent states `[..., H]` to logits of actions `[..., A]`, and values `[...]`."""
@@ -53,7 +54,7 @@ class _Model(nn.Module):
         return self.policy_head(features), self.value_head(features)[..., 0]
 
 
-def _scaled(x: jax.Array) -> jax.Array:
+def _rescale(x: jax.Array) -> jax.Array:
     """Latent states `[..., H]` scaled to [0, 1], like actions (arXiv 1911.08265, appendix G)."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     return (x - low) / (high - low + 1e-5)
@@ -62,12 +63,12 @@ def _scaled(x: jax.Array) -> jax.Array:
 class LatentModel(NamedTuple):
     """The networks as pure functions of their parameters."""
 
-    init: Callable[[jax.Array, Any], Any]  # (key, obs [..., *observation_shape]) -> params
-    represent: Callable[[Any, Any], jax.Array]  # (params, obs) -> latent states [..., H]
+    init: Callable[[jax.Array, PyTree], PyTree]  # (key, obs [..., *observation_shape]) -> params
+    represent: Callable[[PyTree, PyTree], jax.Array]  # (params, obs) -> latent states [..., H]
     # (params, latent [..., H], action [...]) -> (next latent states [..., H], rewards [...])
-    step: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    step: Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     # (params, latent [..., H]) -> (logits [..., A], values [...])
-    predict: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
+    predict: Callable[[PyTree, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def latent_model(torso: Torso, action_space: Discrete, *, latent_size: int) -> LatentModel:

@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax import envs
 from msrl_jax.agents import schedules
 from msrl_jax.envs import MultiAgentEnvironment
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, sample_legal
 from msrl_jax.fragments.runtime.executables import MemoryCheckedJit
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
@@ -36,8 +36,8 @@ class Player:
       game: name of the only game whose states it can read; None if it can play any game.
     """
 
-    choose: Callable[[Any, jax.Array, Any, Any], jax.Array]
-    params: Any = ()
+    choose: Callable[[PyTree, jax.Array, PyTree, PyTree], jax.Array]
+    params: PyTree = ()
     game: str | None = None
 
 
@@ -80,11 +80,11 @@ class Match:
 
     def __repr__(self) -> str:
         parts = []
-        for when, chosen in (("first", self.began), ("second", ~self.began)):
-            r = self.returns[chosen]
-            parts.append(f"moving {when}: {(r > 0).sum()} won, {(r == 0).sum()} drawn, {(r < 0).sum()} lost")
-        if cut := int((~self.finished).sum()):
-            parts.append(f"{cut} cut off at max_steps")
+        for seat, has_seat in (("first", self.began), ("second", ~self.began)):
+            r = self.returns[has_seat]
+            parts.append(f"moving {seat}: {(r > 0).sum()} won, {(r == 0).sum()} drawn, {(r < 0).sum()} lost")
+        if unfinished := int((~self.finished).sum()):
+            parts.append(f"{unfinished} cut off at max_steps")
         return f"Match({len(self.returns)} games, score {self.score:.3f}; {'; '.join(parts)})"
 
 
@@ -92,8 +92,8 @@ class _Games(NamedTuple):
     """The state of a match; `running` marks games that have not ended, `outside` those with an action out of range."""
 
     step: jax.Array
-    env_state: Any
-    obs: Any
+    env_state: PyTree
+    obs: PyTree
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
@@ -135,66 +135,66 @@ def match(
         raise ValueError(f"a match needs two players, but environment {env_name(game)!r} does not have two agents")
     games, random_moves = whole("games", games, most=2**31 - 1), whole("random_moves", random_moves, least=0)
     max_steps = whole("max_steps", max_steps, most=2**31 - 1)
-    players = [p if isinstance(p, Player) else _of_result(p, game) for p in (one, two)]
-    if others := [p.game for p in players if p.game not in (None, env_name(game))]:
-        raise ValueError(f"a player of {others[0]!r} cannot play {env_name(game)!r}; make it for this game")
+    players = [p if isinstance(p, Player) else _player_of(p, game) for p in (one, two)]
+    if other_games := [p.game for p in players if p.game not in (None, env_name(game))]:
+        raise ValueError(f"a player of {other_games[0]!r} cannot play {env_name(game)!r}; make it for this game")
     venv = envs.vectorize(game, games)
     if random_moves and not hasattr(game.action_space, "n"):
         raise ValueError(f"random_moves={random_moves} needs discrete actions, not {game.action_space}; use random_moves=0")
 
-    def play(params: Any, key: jax.Array) -> dict[str, jax.Array]:
+    def play(params: PyTree, key: jax.Array) -> dict[str, jax.Array]:
         is_first_seat = jnp.arange(games) < (games + 1) // 2
         key, reset_key = jax.random.split(key)
         env_state, obs = venv.reset(reset_key)
-        first = jax.vmap(game.to_move)(env_state.env_state) == 0 if hasattr(game, "to_move") else jnp.bool(True)
+        began_first = jax.vmap(game.to_move)(env_state.env_state) == 0 if hasattr(game, "to_move") else jnp.bool(True)
 
         def step(g: _Games) -> _Games:
-            outside, keys = g.outside, jax.random.split(jax.random.fold_in(key, g.step), (3, games))
-            both = zip(players, params, keys, strict=False)
-            mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in both)
+            is_outside, keys = g.outside, jax.random.split(jax.random.fold_in(key, g.step), (3, games))
+            player_inputs = zip(players, params, keys, strict=False)
+            mine, theirs = (p.choose(x, k, g.env_state.env_state, g.obs) for p, x, k in player_inputs)
             seat = is_first_seat.reshape(-1, *(1,) * (mine.ndim - 2))
             action = jnp.stack([jnp.where(seat, mine[:, 0], theirs[:, 0]), jnp.where(seat, theirs[:, 1], mine[:, 1])], axis=1)
             if random_moves:
-                drawn = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
-                action = jnp.where(g.step < random_moves, drawn, action)
+                random_action = at_random(game).choose((), keys[2], g.env_state.env_state, g.obs)
+                action = jnp.where(g.step < random_moves, random_action, action)
             if hasattr(game.action_space, "n"):  # JAX would clamp an index that is out of range
-                outside |= g.running & ((action < game.action_space.low) | (action > game.action_space.high)).any(-1)
+                is_outside |= g.running & ((action < game.action_space.low) | (action > game.action_space.high)).any(-1)
             env_state, t = venv.step(g.env_state, action)
             reward = jnp.where(is_first_seat, t.reward[:, 0], t.reward[:, 1])
             returns = g.returns + jnp.where(g.running, reward, 0.0)
-            return _Games(g.step + 1, env_state, t.obs, returns, g.lengths + g.running, g.running & ~t.ended, outside)
+            return _Games(g.step + 1, env_state, t.obs, returns, g.lengths + g.running, g.running & ~t.ended, is_outside)
 
         none = jnp.zeros(games, bool)
         start = _Games(jnp.int32(0), env_state, obs, jnp.zeros(games), jnp.zeros(games, jnp.int32), ~none, none)
         end = jax.lax.while_loop(lambda g: g.running.any() & (g.step < max_steps), step, start)
-        began = jnp.broadcast_to(first, (games,)) == is_first_seat
-        found = {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
-        return found | {"outside": end.outside}
+        began = jnp.broadcast_to(began_first, (games,)) == is_first_seat
+        outcome = {"returns": end.returns, "began": began, "lengths": end.lengths, "finished": ~end.running}
+        return outcome | {"outside": end.outside}
 
-    what, remedy = f"a match of {games:,} games in parallel", "Play fewer games, in several matches"
-    program = MemoryCheckedJit(jax.jit(play), what, remedy)
-    played = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
-    if outside := int(played.pop("outside").sum()):
+    purpose, remedy = f"a match of {games:,} games in parallel", "Play fewer games, in several matches"
+    program = MemoryCheckedJit(jax.jit(play), purpose, remedy)
+    outcome = jax.device_get(program([p.params for p in players], jax.random.key(check_seed(seed))))
+    if outside := int(outcome.pop("outside").sum()):
         raise ValueError(f"a player chose an action outside {game.action_space} in {outside} of {games} games; fix the player")
-    check_returns_not_nan(game, played["returns"])
-    return Match(**played)
+    check_returns_not_nan(game, outcome["returns"])
+    return Match(**outcome)
 
 
-def _of_result(result: Result, game: Any) -> Player:
+def _player_of(result: Result, game: Any) -> Player:
     """Returns the player of a run: the most probable actions of its best member."""
     if not isinstance(result, Result):
         raise TypeError(f"a player is {shown(result)}; pass a run's result, or a Player, such as minimax(env, 3)")
-    behavior, own = result.behavior, result.behavior.env
-    if getattr(own, "agents", None) != game.agents or str(own.observation_space) != str(game.observation_space):
+    behavior, env = result.behavior, result.behavior.env
+    if getattr(env, "agents", None) != game.agents or str(env.observation_space) != str(game.observation_space):
         raise ValueError(
-            f"an agent of {result.experiment.name!r} was trained in {env_name(own)!r}, with observations "
-            f"{own.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; use agents of this game"
+            f"an agent of {result.experiment.name!r} was trained in {env_name(env)!r}, with observations "
+            f"{env.observation_space}, but those of {env_name(game)!r} are {game.observation_space}; use agents of this game"
         )
     if behavior.agent.is_recurrent:
         raise ValueError(f"an agent of {result.experiment.name!r} is recurrent, and matches support no recurrent state")
     state = result.acting_state()
 
-    def choose(leaves: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(leaves: list[jax.Array], keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return behavior.act_with_carry(behavior.restore(leaves), obs, behavior.initial_carry(1))[0]
 
     return Player(choose, behavior.take(state))
@@ -220,21 +220,21 @@ def with_search(result: Result, num_simulations: int | None = None, *, member: i
     if not isinstance(result, Result):
         raise TypeError(f"with_search needs a run's result, not {shown(result)}")
     config = result.config
-    chosen = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
+    overrides = {} if num_simulations is None else {"num_simulations": whole("num_simulations", num_simulations)}
     if hasattr(config, "act_simulations"):
         run = result if member is None else result.select(member=member)
-        acts = chosen.get("num_simulations", config.num_simulations)
+        acts = overrides.get("num_simulations", config.num_simulations)
         experiment = run.experiment.replaced(algorithm=dataclasses.replace(run.config, act_simulations=acts))
         description = {**run.description, **experiment.to_json()}
         return dataclasses.replace(run, experiment=experiment, description=description, folder=None)
     if not hasattr(config, "search"):
         name = result.experiment.name
         raise ValueError(f"an agent of {name!r} does not search; pass its result directly to a match, or evaluate it")
-    config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **chosen)
-    at_the_end = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
-    search = resolve.with_numbers_of(resolve.objects(config), at_the_end).search(result.behavior.env)
+    config = dataclasses.replace(config, gumbel_scale=0.0, random_share=0.0, **overrides)
+    final_values = {name: schedules.at(schedule, 1.0) for name, schedule in schedules.check(config).items()}
+    search = resolve.with_numbers_of(resolve.objects(config), final_values).search(result.behavior.env)
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return search(params, keys, states, obs)[0]
 
     # The run may have used any devices.
@@ -259,11 +259,11 @@ def at_random(env: str | MultiAgentEnvironment) -> Player:
     if not hasattr(game.action_space, "n"):
         raise ValueError(f"at_random needs discrete actions, but those of {env_name(game)!r} are {game.action_space}")
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         mask = mask_of(obs)
         mask = jnp.ones((len(keys), 2, game.action_space.n), bool) if mask is None else mask
-        drawn = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
-        return drawn + game.action_space.start
+        actions = jax.vmap(lambda key, mask: jax.vmap(sample_legal)(jax.random.split(key), mask))(keys, mask)
+        return actions + game.action_space.start
 
     return Player(choose, game=env_name(game))
 
@@ -292,7 +292,7 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
         raise ValueError(f"minimax needs a deterministic game, but {env_name(game)}.step draws random numbers")
     actions = jnp.arange(game.action_space.n)
 
-    def values(key: jax.Array, state: Any, depth: int) -> jax.Array:
+    def values(key: jax.Array, state: PyTree, depth: int) -> jax.Array:
         """Returns the values of the actions for the player to move, -inf if illegal. `[A]`"""
         player = game.to_move(state)
 
@@ -307,11 +307,11 @@ def minimax(env: str | MultiAgentEnvironment, depth: int) -> Player:
 
         return jnp.where(game.action_mask(state)[player], jax.vmap(after)(actions), -jnp.inf)
 
-    def choose_one(key: jax.Array, state: Any) -> jax.Array:
+    def choose_one(key: jax.Array, state: PyTree) -> jax.Array:
         worth = values(key, state, depth)
         return turn_actions(game, state, game.to_move(state), sample_legal(key, worth == worth.max()))
 
-    def choose(params: Any, keys: jax.Array, states: Any, obs: Any) -> jax.Array:
+    def choose(params: PyTree, keys: jax.Array, states: PyTree, obs: PyTree) -> jax.Array:
         return jax.lax.map(lambda x: choose_one(*x), (keys, states), batch_size=16)
 
     return Player(choose, game=env_name(game))

@@ -31,7 +31,7 @@ from msrl_jax.configs.config import Activation, NetworkKind, OptimizerKind, Tuna
 from msrl_jax.configs.replay_options import Replay
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform, action_type, uniform_actions
-from msrl_jax.envs.base import is_on_host
+from msrl_jax.envs.base import PyTree, is_on_host
 from msrl_jax.envs.masks import mask_of, observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import advance, at_least
@@ -121,10 +121,10 @@ class MuZero:
         to_env_action = action_transform(action_space)
         if is_game := envs.has_agents(env):
             venv: Any = vectorize_turns("muzero", env, num_envs)
-            played: Any = OneMover(venv, env)
+            stepped_env: Any = OneMover(venv, env)
             observation, discount = player_observation(venv), -self.discount
         else:
-            venv = played = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
+            venv = stepped_env = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
             observation, discount = observation_type(env), self.discount
         for simulations in ("num_simulations", "act_simulations"):
             check_trees(self, action_space.n, 4 * self.latent_size, simulations)
@@ -157,20 +157,20 @@ class MuZero:
 
             return jax.grad(loss, has_aux=True)(params)
 
-        def prior(params: Any, obs: Any) -> Categorical:
+        def prior(params: PyTree, obs: PyTree) -> Categorical:
             logits, _ = model.predict(params, model.represent(params, obs))
             return Categorical(only_legal(logits, obs))
 
-        def probabilities(state: OffPolicyState, obs: Any) -> jax.Array:
+        def probabilities(state: OffPolicyState, obs: PyTree) -> jax.Array:
             return searched(state, obs)[1] if self.act_simulations else prior(state.params, obs).probabilities()
 
-        def act(state: OffPolicyState, obs: Any, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        def act(state: OffPolicyState, obs: PyTree, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
             if not self.act_simulations:
                 return to_env_action(choose(prior(state.params, obs), key, 1 + is_game)), carry
             action, policy = searched(state, obs)
             return to_env_action(action if key is None else choose(Categorical(jnp.log(policy)), key, 1 + is_game)), carry
 
-        def searched(state: OffPolicyState, obs: Any) -> tuple[jax.Array, jax.Array]:
+        def searched(state: OffPolicyState, obs: PyTree) -> tuple[jax.Array, jax.Array]:
             """Returns the result of a search without noise, which does not depend on its key."""
             search = model_searcher(self, model, self.act_simulations, 0.0, discount)
             search = jax.vmap(search, in_axes=(None, 0, 0)) if is_game else search  # the waiting player has one action
@@ -179,15 +179,15 @@ class MuZero:
 
         @fragment(role="actor", name="search")
         def search_actions(params, obs, keys, steps):
-            keys, whether, which = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(keys)
-            chosen, policy = search(params, keys, obs)
+            keys, random_keys, action_key = jax.vmap(lambda key: jax.random.split(key, 3), out_axes=1)(keys)
+            best_action, policy = search(params, keys, obs)
             share = jnp.where(at_least(steps, buffer.min_size), self.random_share, 1.0)
-            at_random = jax.vmap(jax.random.uniform)(whether) < share
-            return SearchedAction(jnp.where(at_random, uniform_actions(which, action_space, obs), chosen), policy)
+            at_random = jax.vmap(jax.random.uniform)(random_keys) < share
+            return SearchedAction(jnp.where(at_random, uniform_actions(action_key, action_space, obs), best_action), policy)
 
         @fragment(role="env")
         def env_step(env_state, action):
-            return played.step(env_state, to_env_action(action))
+            return stepped_env.step(env_state, to_env_action(action))
 
         @fragment(role="env")
         def pop_episodes(env_state):
@@ -210,8 +210,8 @@ class MuZero:
             return apply_if(ready, optimizer, params, opt_state, grads, learning_rate)
 
         @fragment(role="server")
-        def update_target(target_params, params, due):
-            return move_target(target_params, params, self.tau, due)
+        def update_target(target_params, params, is_update_due):
+            return move_target(target_params, params, self.tau, is_update_due)
 
         @fragment(role="learner")
         def learn(learner, progress, key, sample, ready):
@@ -219,8 +219,8 @@ class MuZero:
                 grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
                 rate = learning_rate_at(self, progress)
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
-                due = is_due(ready, advance(batch.update), self.target_period)
-                return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
+                is_update_due = is_due(ready, advance(batch.update), self.target_period)
+                return Learner(params, update_target(learner.target_params, params, is_update_due), opt_state), td_error, stats
 
             return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
 
@@ -248,7 +248,7 @@ class MuZero:
             if acting:
                 acting, age = refresh(acting, learner.params, progress, parameter_version(acting[1].low))
                 metrics = metrics | age
-            after = state._replace(
+            next_state = state._replace(
                 **learner._asdict(),
                 key=key,
                 acting_params=acting,
@@ -259,11 +259,11 @@ class MuZero:
                 env_state=env_state,
                 obs=obs,
             )
-            return after, {**metrics, **report, **episodes}
+            return next_state, {**metrics, **report, **episodes}
 
         def init(key: jax.Array) -> OffPolicyState:
             params_key, env_key, *keys = jax.random.split(key, 5)
-            env_state, obs = played.reset(env_key)
+            env_state, obs = stepped_env.reset(env_key)
             params = model.init(params_key, obs)
             state = initial_state(self, buffer, Learner(params, params, optimizer.init(params)), *keys)
             return state._replace(env_state=env_state, obs=obs)
@@ -282,7 +282,7 @@ class MuZero:
         )
 
 
-def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = False) -> ReplayBuffer:
+def unroll_buffer(obs: PyTree, action: Any, config: MuZero, *, may_be_absent: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
         obs,
@@ -296,25 +296,27 @@ def unroll_buffer(obs: Any, action: Any, config: Any, *, may_be_absent: bool = F
     )
 
 
-def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: Any) -> ModelSearch:
+def model_searcher(
+    config: MuZero, model: LatentModel, num_simulations: int, gumbel_scale: float, discount: float | jax.Array
+) -> ModelSearch:
     """Makes the search of a config in a model, with these settings; raises ImportError without mctx."""
     mctx = import_mctx(config.name)  # type: ignore[attr-defined]
 
-    def expand(params: Any, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
+    def expand(params: PyTree, key: jax.Array, action: jax.Array, latent: jax.Array) -> tuple[Any, Any]:
         """Returns one step of the model from states `[1, H]`, as mctx requires."""
         latent, reward = model.step(params, latent, action)
         logits, value = model.predict(params, latent)
         reward, value = (unrescale(x, config.rescale_epsilon) for x in (reward, value))
-        after = jnp.full_like(reward, discount)
-        return mctx.RecurrentFnOutput(reward=reward, discount=after, prior_logits=logits, value=value), latent
+        discounts = jnp.full_like(reward, discount)
+        return mctx.RecurrentFnOutput(reward=reward, discount=discounts, prior_logits=logits, value=value), latent
 
-    def search_one(params: Any, key: jax.Array, obs: Any) -> tuple[jax.Array, jax.Array]:
+    def search_one(params: PyTree, key: jax.Array, obs: PyTree) -> tuple[jax.Array, jax.Array]:
         obs = jax.tree.map(lambda x: x[None], obs)
         latent = model.represent(params, obs)
         logits, value = model.predict(params, latent)
         root = mctx.RootFnOutput(prior_logits=logits, value=unrescale(value, config.rescale_epsilon), embedding=latent)
         mask = mask_of(obs)
-        found = mctx.gumbel_muzero_policy(
+        search_result = mctx.gumbel_muzero_policy(
             params,
             key,
             root,
@@ -325,23 +327,23 @@ def model_searcher(config: MuZero, model: LatentModel, num_simulations: int, gum
             gumbel_scale=gumbel_scale,
             qtransform=functools.partial(mctx.qtransform_completed_by_mix_value, value_scale=config.value_scale),
         )
-        return found.action[0], found.action_weights[0]
+        return search_result.action[0], search_result.action_weights[0]
 
     # Every environment has its own key, so that search results do not depend on which environments share a device.
     return jax.vmap(search_one, in_axes=(None, 0, 0))
 
 
-def unrolled(model: LatentModel, params: Any, obs: Any, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unrolled(model: LatentModel, params: PyTree, obs: PyTree, actions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the model's logits, values and rewards for observations `[B, ...]` and actions `[M, B]`, as in `Unrolled`."""
-    first = model.represent(params, obs)
+    latent = model.represent(params, obs)
 
     def step(latent: jax.Array, action: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         latent, reward = model.step(params, latent, action)
         # Halving the gradient at each step keeps its size independent of the number of steps (the paper's appendix G).
         return latent / 2 + jax.lax.stop_gradient(latent) / 2, (latent, reward)
 
-    _, (latents, reward) = jax.lax.scan(step, first, actions)
-    logits, value = model.predict(params, jnp.concatenate([first[None], latents]))
+    _, (latents, reward) = jax.lax.scan(step, latent, actions)
+    logits, value = model.predict(params, jnp.concatenate([latent[None], latents]))
     return logits, value, reward
 
 
@@ -365,9 +367,9 @@ def unrolled_target(
     flags = window.terminated, window.truncated
     value = n_step_return(window.reward, next_value, *flags, discount=discount, num_steps=num_steps)
     ended = flags[0] | flags[1]
-    before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x[:-1], 0) > 0])
-    lives = ~before(ended)
-    counts = lives | before(lives & window.terminated)
+    ended_before = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x[:-1], 0) > 0])
+    lives = ~ended_before(ended)
+    counts = lives | ended_before(lives & window.terminated)
     value, reward = (jnp.where(lives, x, 0.0)[: model_steps + 1] for x in (value, window.reward))
     return Unrolled(window.action[: model_steps + 1], value, reward[:-1], lives[: model_steps + 1], counts[: model_steps + 1])
 

@@ -52,8 +52,10 @@ class Ratings:
             low, high = self.interval[i]
             ends = f"{low:.0f} to {high:.0f}" if self.error[i] else "fixed"
             rows.append((self.players[i], f"{self.elo[i]:.0f}", ends, f"{self.points[i].sum():g}", str(self.games[i].sum())))
-        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = ["  ".join([r[0].ljust(first), *(x.rjust(w) for x, w in zip(r[1:], others, strict=True))]) for r in rows]
+        first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [
+            "  ".join([r[0].ljust(first_width), *(text.rjust(w) for text, w in zip(r[1:], widths, strict=True))]) for r in rows
+        ]
         return "\n".join([*lines, *([f"{self.cut} games were cut off at max_steps"] if self.cut else [])])
 
 
@@ -93,7 +95,7 @@ def round_robin(
     if not isinstance(players, Mapping):
         raise TypeError(f"players is a {type(players).__name__}; pass a dict of players by name")
     names = tuple(players)
-    _check(names, anchor, rating, virtual_draws)
+    _check_arguments(names, anchor, rating, virtual_draws)
     game = make(env) if isinstance(env, str) else env
     points, cut = np.zeros((len(names), len(names))), 0
     pairs = list(itertools.combinations(range(len(names)), 2))
@@ -103,8 +105,8 @@ def round_robin(
         m = match(game, one, two, games, int(of_match), random_moves=random_moves, max_steps=max_steps)  # type: ignore[arg-type]
         points[i, j], points[j, i] = m.wins + m.draws / 2, m.losses + m.draws / 2
         cut += int((~m.finished).sum())
-    found = bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
-    return dataclasses.replace(found, cut=cut)
+    ratings = bradley_terry(names, points, anchor=anchor, rating=rating, virtual_draws=virtual_draws)
+    return dataclasses.replace(ratings, cut=cut)
 
 
 @entry
@@ -133,7 +135,7 @@ def bradley_terry(
         ratings are infinite: some players have no points against all others, possibly because they never met.
     """
     names = tuple(players)
-    fixed = _check(names, anchor, rating, virtual_draws)
+    fixed = _check_arguments(names, anchor, rating, virtual_draws)
     points = np.array(points, np.float64)
     if points.shape != (len(names),) * 2 or not (np.isfinite(points) & (points >= 0)).all() or points.diagonal().any():
         raise ValueError(
@@ -160,7 +162,7 @@ def bradley_terry(
     return Ratings(names, points, np.rint(games).astype(np.int64), rating + ELO * strength, error)
 
 
-def _check(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
+def _check_arguments(names: tuple[str, ...], anchor: str | None, rating: float, virtual_draws: float) -> int:
     """Returns the number of the anchored player; raises ValueError if an argument is invalid."""
     if len(names) < 2 or len(set(names)) < len(names):
         raise ValueError(f"players={list(names)}: pass at least two players, with different names")
@@ -180,8 +182,8 @@ def _check_finite(names: tuple[str, ...], scored: np.ndarray) -> None:
         linked = linked @ linked
     for i, name in enumerate(names):
         if not linked[i].all():
-            others = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
+            unlinked = ", ".join(names[j] for j in np.flatnonzero(~linked[i]))
             raise ValueError(
-                f"{name!r} has no points against {others}, directly or indirectly, so ratings are infinite; use "
+                f"{name!r} has no points against {unlinked}, directly or indirectly, so ratings are infinite; use "
                 "virtual_draws=1, and let all players meet"
             )

@@ -40,7 +40,7 @@ from msrl_jax.configs.config import (
 )
 from msrl_jax.configs.replacing import with_traced
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.loops.minibatches import check_minibatches
@@ -64,7 +64,7 @@ class Standings(NamedTuple):
 class Pool(NamedTuple):
     """The opponents."""
 
-    params: Any  # past parameters, [K, ...]
+    params: PyTree  # past parameters, [K, ...]
     filled: jax.Array  # number of entries in use, int32 []
     slot: jax.Array  # slot of the next entry, int32 []
     wait: jax.Array  # iterations until then, int32 []
@@ -77,7 +77,7 @@ class Pool(NamedTuple):
 class Players(NamedTuple):
     """The state of self-play other than the parameters."""
 
-    learner: Any  # the state of the learner's team
+    learner: PyTree  # the state of the learner's team
     pool: Pool
 
 
@@ -154,29 +154,29 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     weighs = config.opponents == "payoff"
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
-    def at(first: np.ndarray, x: Any) -> Any:
-        """Returns the first seat's part of `[E, 2, ...]` where `first`, otherwise the second's. `[E, 1, ...]`."""
+    def seat_part(is_first: np.ndarray, x: PyTree) -> PyTree:
+        """Returns the first seat's part of `[E, 2, ...]` where `is_first`, otherwise the second's. `[E, 1, ...]`."""
 
         def one(x: jax.Array) -> jax.Array:
-            return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x[:, :1], x[:, 1:])
+            return jnp.where(is_first.reshape(-1, *(1,) * (x.ndim - 1)), x[:, :1], x[:, 1:])
 
         return jax.tree.map(one, x)
 
-    def own(x: Any) -> Any:
+    def learner_part(x: PyTree) -> PyTree:
         """Returns the learner's part of `[E, 2, ...]`."""
-        return at(is_first_seat, x)
+        return seat_part(is_first_seat, x)
 
-    def grouped(x: Any) -> Any:
+    def group_by_opponent(x: PyTree) -> PyTree:
         """Groups environments by opponents: `[E, ...] -> [E / G, G, ...]`."""
         return jax.tree.map(lambda x: x.reshape(groups, config.num_opponents, *x.shape[1:]), x)
 
-    def one_row_each(x: Any) -> Any:
+    def seats_as_rows(x: PyTree) -> PyTree:
         """Seats as rows of a single network: `[E, 2, ...] -> [2 * E, 1, ...]`."""
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Players]:
         actor_key, key, their_key = jax.random.split(actor_key, 3)
-        params, rest = learner.init(params_key, actor_key, learner_key)
+        params, learner_state = learner.init(params_key, actor_key, learner_key)
         pool = Pool(
             params=jax.tree.map(lambda x: jnp.zeros((config.pool_size, *x.shape), x.dtype), params),
             filled=jnp.int32(0),
@@ -187,22 +187,22 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
             actor_keys=jax.random.split(their_key, config.num_envs),
             standings=no_games(config.pool_size) if weighs else (),
         )
-        return params, Players(rest, pool)
+        return params, Players(learner_state, pool)
 
     @fragment(role="actor")
     def fill_pool(params, pool):
-        due = pool.wait == 0
-        put = lambda past, new: past.at[pool.slot].set(jnp.where(due, new, past[pool.slot]))
-        filled = jnp.minimum(pool.filled + due.astype(pool.filled.dtype), config.pool_size)
+        is_due = pool.wait == 0
+        replace_slot = lambda past, current: past.at[pool.slot].set(jnp.where(is_due, current, past[pool.slot]))
+        filled = jnp.minimum(pool.filled + is_due.astype(pool.filled.dtype), config.pool_size)
         standings = pool.standings
         if weighs:
-            standings = jax.lax.cond(due, lambda s: enter(s, pool.slot, filled), lambda s: s, standings)
+            standings = jax.lax.cond(is_due, lambda s: enter(s, pool.slot, filled), lambda s: s, standings)
         return pool._replace(
-            params=jax.tree.map(put, pool.params, params),
+            params=jax.tree.map(replace_slot, pool.params, params),
             standings=standings,
             filled=filled,
-            slot=(pool.slot + due) % config.pool_size,
-            wait=jnp.where(due, config.pool_period, pool.wait) - 1,
+            slot=(pool.slot + is_due) % config.pool_size,
+            wait=jnp.where(is_due, config.pool_period, pool.wait) - 1,
         )
 
     @fragment(role="actor")
@@ -213,35 +213,37 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
             past = draw_slots(pool.standings, slot_key, pool.filled, config.num_opponents)
         else:
             past = jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled, jnp.int32)
-        drawn = jnp.where(latest, -1, past)
+        slots = jnp.where(latest, -1, past)
 
-        def pick(past: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.where(latest.reshape(-1, *(1,) * new.ndim), new, past[drawn])
+        def pick(past: jax.Array, current: jax.Array) -> jax.Array:
+            return jnp.where(latest.reshape(-1, *(1,) * current.ndim), current, past[slots])
 
         actor_keys, keys = split_keys(pool.actor_keys, config.unroll_length)
-        pool = pool._replace(drawn=drawn, key=key, actor_keys=actor_keys)
+        pool = pool._replace(drawn=slots, key=key, actor_keys=actor_keys)
         return jax.tree.map(pick, pool.params, params), pool, keys
 
-    def begin(params: Any, rest: Players, progress: Progress) -> tuple[Any, Players, Any]:
-        acting, kept, keys = learner.begin(params, rest.learner, progress)
-        opponents, pool, their_keys = draw_opponents(acting, fill_pool(acting, rest.pool))
-        return (acting, opponents), Players(kept, pool), (keys, their_keys)
+    def begin(params: PyTree, players: Players, progress: Progress) -> tuple[Any, Players, Any]:
+        acting, learner_state, keys = learner.begin(params, players.learner, progress)
+        opponents, pool, their_keys = draw_opponents(acting, fill_pool(acting, players.pool))
+        return (acting, opponents), Players(learner_state, pool), (keys, their_keys)
 
     @fragment(role="actor")
     def play(acting, now, carry, keys):
         (params, opponents), (keys, their_keys) = acting, keys
-        mine, extras, carry = learner.act(params, now._replace(obs=own(now.obs)), carry, keys)
-        seen = now._replace(obs=at(~is_first_seat, now.obs))
+        mine, extras, carry = learner.act(params, now._replace(obs=learner_part(now.obs)), carry, keys)
+        their_now = now._replace(obs=seat_part(~is_first_seat, now.obs))
         choose = lambda params, now, keys: learner.act(params, now, carry, keys[:, None])[0]
-        theirs = jax.vmap(choose, in_axes=(0, 1, 1), out_axes=1)(opponents, *grouped((seen, their_keys)))
-        both = jnp.concatenate([mine, theirs.reshape(mine.shape)], axis=1)
-        return jnp.concatenate([own(both), at(~is_first_seat, both)], axis=1), extras, carry
+        theirs = jax.vmap(choose, in_axes=(0, 1, 1), out_axes=1)(opponents, *group_by_opponent((their_now, their_keys)))
+        actions = jnp.concatenate([mine, theirs.reshape(mine.shape)], axis=1)
+        return jnp.concatenate([learner_part(actions), seat_part(~is_first_seat, actions)], axis=1), extras, carry
 
     # Rewards per episode end converge to the mean return, even if opponents change within episodes.
     @fragment(role="env")
     def score(reward, ended, drawn):
-        old = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
-        return Mean(jnp.sum(reward[..., 0] * old.astype(reward.dtype)), jnp.sum(ended * old, dtype=jnp.float32))
+        is_against_pool = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
+        return Mean(
+            jnp.sum(reward[..., 0] * is_against_pool.astype(reward.dtype)), jnp.sum(ended * is_against_pool, dtype=jnp.float32)
+        )
 
     @fragment(role="env")
     def score_each(reward, ended, drawn):
@@ -256,32 +258,36 @@ def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
         return standings._replace(total=standings.total + total, games=standings.games + games)
 
     def learn(
-        params: Any, rest: Players, experience: Experience, now: Now, carry: Any, progress: Progress
+        params: PyTree, players: Players, experience: Experience, now: Now, carry: PyTree, progress: Progress
     ) -> tuple[Any, Players, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
-        seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "valid", "final_obs")})
-        params, kept, metrics = learner.learn(
-            params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry, progress
+        seats = jax.vmap(learner_part)(
+            {f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "valid", "final_obs")}
+        )
+        params, learner_state, metrics = learner.learn(
+            params, players.learner, t._replace(**seats), now._replace(obs=learner_part(now.obs)), carry, progress
         )
         if not is_constant(config.latest_share, 1):
-            metrics = {**metrics, "return_against_pool": score(seats["reward"], ended, rest.pool.drawn)}
-        pool = rest.pool
+            metrics = {**metrics, "return_against_pool": score(seats["reward"], ended, players.pool.drawn)}
+        pool = players.pool
         if weighs:
             standings = keep_score(pool.standings, *score_each(seats["reward"], ended, pool.drawn))
             pool = pool._replace(standings=standings)
-        return params, Players(kept, pool), metrics
+        return params, Players(learner_state, pool), metrics
 
-    def choose_action(params: Any, rest: Players, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
-        action, _ = learner.choose_action(params, rest.learner, one_row_each(obs), key, carry)
+    def choose_action(
+        params: PyTree, players: Players, obs: PyTree, key: jax.Array | None, carry: PyTree
+    ) -> tuple[jax.Array, PyTree]:
+        action, _ = learner.choose_action(params, players.learner, seats_as_rows(obs), key, carry)
         return action.reshape(-1, 2, *action.shape[2:]), carry
 
-    def probabilities(params: Any, rest: Players, obs: Any) -> jax.Array:
-        p = learner.probabilities(params, rest.learner, one_row_each(obs))  # type: ignore[misc]
+    def probabilities(params: PyTree, players: Players, obs: PyTree) -> jax.Array:
+        p = learner.probabilities(params, players.learner, seats_as_rows(obs))  # type: ignore[misc]
         return p.reshape(-1, 2, *p.shape[2:])
 
-    whole = dict.fromkeys(("params", "filled", "slot", "wait", "drawn", "key", "standings"), P())
-    pool = logical_axes(Pool, **whole, actor_keys=P("env"))
+    replicated_axes = dict.fromkeys(("params", "filled", "slot", "wait", "drawn", "key", "standings"), P())
+    pool = logical_axes(Pool, **replicated_axes, actor_keys=P("env"))
     return dataclasses.replace(
         learner,
         init=init,
@@ -306,30 +312,30 @@ def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings
     size = standings.games.shape[0]
     row = jnp.where(standings.games > 0, standings.total / jnp.maximum(standings.games, 1), 0.0)
     payoff = standings.payoff.at[slot].set(row).at[:, slot].set(-row).at[slot, slot].set(0.0)
-    there = jnp.arange(size) < filled
-    return no_games(size)._replace(payoff=payoff, weights=replicator_dynamics(payoff, there))
+    is_filled = jnp.arange(size) < filled
+    return no_games(size)._replace(payoff=payoff, weights=replicator_dynamics(payoff, is_filled))
 
 
 def draw_slots(standings: Standings, key: jax.Array, filled: jax.Array, count: int) -> jax.Array:
     """Draws the slots of `count` opponents by their weights, a tenth of them uniformly. `[count]` int32"""
-    there = jnp.arange(standings.games.shape[0]) < filled
-    probability = (1 - _EXPLORATION) * standings.weights + _EXPLORATION * there / filled
+    is_filled = jnp.arange(standings.games.shape[0]) < filled
+    probability = (1 - _EXPLORATION) * standings.weights + _EXPLORATION * is_filled / filled
     return jax.random.categorical(key, jnp.log(probability), shape=(count,)).astype(jnp.int32)
 
 
-def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
-    """Returns an approximate equilibrium of a symmetric zero-sum game: probabilities `[K]`, 0 where `there` is False.
+def replicator_dynamics(payoff: jax.Array, is_filled: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
+    """Returns an approximate equilibrium of a symmetric zero-sum game: probabilities `[K]`, 0 where `is_filled` is False.
 
     It is the mean over the rounds of discrete replicator dynamics, i.e. multiplicative weights (Freund and Schapire, 1999): the
     best response to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff. `payoff` is the row player's, `[K, K]`.
     """
-    both = there[:, None] & there
-    scaled = jnp.where(both, payoff / jnp.maximum(jnp.max(jnp.abs(payoff), initial=0.0, where=both), 1e-8), 0.0)
-    rate = jnp.sqrt(8 * jnp.log(jnp.maximum(there.sum(), 2)) / rounds) / 2  # for payoffs from -1 to 1
+    both_filled = is_filled[:, None] & is_filled
+    scaled = jnp.where(both_filled, payoff / jnp.maximum(jnp.max(jnp.abs(payoff), initial=0.0, where=both_filled), 1e-8), 0.0)
+    rate = jnp.sqrt(8 * jnp.log(jnp.maximum(is_filled.sum(), 2)) / rounds) / 2  # for payoffs from -1 to 1
 
     def step(logits: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        mixture = jax.nn.softmax(jnp.where(there, logits, -jnp.inf))
+        mixture = jax.nn.softmax(jnp.where(is_filled, logits, -jnp.inf))
         return logits + rate * (scaled @ mixture), mixture
 
-    _, mixtures = jax.lax.scan(step, jnp.zeros(there.shape, jnp.float32), None, length=rounds)
+    _, mixtures = jax.lax.scan(step, jnp.zeros(is_filled.shape, jnp.float32), None, length=rounds)
     return mixtures.mean(0)

@@ -51,7 +51,7 @@ class RockPaperScissors(NamedEnvironment):
 
         Raises ValueError unless the policy has probabilities.
         """
-        one, two = _checked(policy, np.ones((2, 1, 3), bool))[:, 0]
+        one, two = _check_policy(policy, np.ones((2, 1, 3), bool))[:, 0]
         return float(((self.payoffs @ two).max() + (-one @ self.payoffs).max()) / 2)
 
 
@@ -89,14 +89,14 @@ class KuhnPoker(NamedEnvironment):
         cards, moves, count = state
         bets = action[count % 2] == 2
         moves = moves.at[count].set(jnp.where(bets, 2, 1))
-        called = moves[jnp.maximum(count - 1, 0)] == 2
-        over = (count > 0) & (called | ~bets)
-        folded = over & called & ~bets
+        faces_bet = moves[jnp.maximum(count - 1, 0)] == 2
+        is_over = (count > 0) & (faces_bet | ~bets)
+        folded = is_over & faces_bet & ~bets
         winner = jnp.where(folded, (count + 1) % 2, jnp.argmax(cards))
-        amount = jnp.where(over, jnp.where(called & bets, 2.0, 1.0), 0.0)
+        amount = jnp.where(is_over, jnp.where(faces_bet & bets, 2.0, 1.0), 0.0)
         reward = jnp.where(jnp.arange(2) == winner, amount, -amount)
         state = KuhnState(cards, moves, count + 1)
-        return state, self._observe(state), reward, jnp.full(2, over), jnp.asarray(False)
+        return state, self._observe(state), reward, jnp.full(2, is_over), jnp.asarray(False)
 
     def action_mask(self, state: KuhnState) -> jax.Array:
         """Pass and bet for the player to move, wait for the other. `[2, 3]` bool"""
@@ -112,11 +112,13 @@ class KuhnPoker(NamedEnvironment):
         histories = (((0, 0, 0), (1, 2, 0)), ((1, 0, 0), (2, 0, 0)))
         states = [
             [KuhnState(jnp.full(2, card), jnp.array(moves), jnp.int32(sum(m > 0 for m in moves))) for moves, card in pairs]
-            for pairs in (itertools.product(own, range(3)) for own in histories)
+            for pairs in (itertools.product(moves, range(3)) for moves in histories)
         ]
-        obs = [[self._observe(s)[player] for s in own] for player, own in enumerate(states)]
-        masks = [[self.action_mask(s)[player] for s in own] for player, own in enumerate(states)]
-        return MaskedObservation(*(jnp.stack([jnp.stack(own) for own in x]) for x in (obs, masks)))
+        obs = [[self._observe(s)[player] for s in player_states] for player, player_states in enumerate(states)]
+        masks = [[self.action_mask(s)[player] for s in player_states] for player, player_states in enumerate(states)]
+        return MaskedObservation(
+            *(jnp.stack([jnp.stack(player_states) for player_states in arrays]) for arrays in (obs, masks))
+        )
 
     def exploitability(self, policy: ArrayLike) -> float:
         """Returns the players' mean gain by best responses to a policy `[2, I=6, 3]`; 11/24 for random play, float64.
@@ -124,14 +126,16 @@ class KuhnPoker(NamedEnvironment):
         Raises ValueError unless the policy has probabilities of legal actions in the states of `information_states`.
         """
         legal = np.broadcast_to([False, True, True], (2, 6, 3))
-        one, two = (p[:, 2].reshape(2, 3) for p in _checked(policy, legal))
+        one, two = (p[:, 2].reshape(2, 3) for p in _check_policy(policy, legal))
         pure = np.array(list(itertools.product([0.0, 1.0], repeat=6))).reshape(-1, 2, 3)  # contains a best response
         return float((_kuhn_value(pure, two[None]).max() - _kuhn_value(one[None], pure).min()) / 2)
 
     def _observe(self, state: KuhnState) -> jax.Array:
-        own = jnp.concatenate([jnp.eye(2, dtype=jnp.float32), jax.nn.one_hot(state.cards, 3, dtype=jnp.float32)], axis=1)
+        player_and_card = jnp.concatenate(
+            [jnp.eye(2, dtype=jnp.float32), jax.nn.one_hot(state.cards, 3, dtype=jnp.float32)], axis=1
+        )
         moves = jax.nn.one_hot(state.moves - 1, 2, dtype=jnp.float32).reshape(-1)
-        return jnp.concatenate([own, jnp.broadcast_to(moves, (2, 6))], axis=1)
+        return jnp.concatenate([player_and_card, jnp.broadcast_to(moves, (2, 6))], axis=1)
 
 
 def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
@@ -149,7 +153,7 @@ def _kuhn_value(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.mean(values, axis=0)
 
 
-def _checked(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
+def _check_policy(policy: ArrayLike, legal: np.ndarray) -> np.ndarray:
     """Returns the policy in float64; raises ValueError unless it has probabilities of legal actions."""
     policy = np.asarray(policy, np.float64)
     if policy.shape != legal.shape:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.agents.agent import RolloutFields
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices
 
 
@@ -20,7 +21,7 @@ def import_mctx(name: str) -> Any:
         ) from error
 
 
-def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: str = "num_simulations") -> None:
+def check_trees(config: RolloutFields, num_actions: int, state_bytes: int, simulations: str = "num_simulations") -> None:
     """Raises ValueError if all search trees together exceed the memory of the devices that they are split over.
 
     A node of a tree contains a state of `state_bytes`; `simulations` is the name of the config field with their number.
@@ -33,8 +34,8 @@ def check_trees(config: Any, num_actions: int, state_bytes: int, simulations: st
     devices = local[: math.gcd(config.num_envs, len(local))]
     limit = device_memory(devices)
     if limit is not None and nbytes > limit:
-        most = limit // (config.num_envs * node) - 1
-        remedy = f"{simulations}={most} or less, or fewer num_envs" if most > 0 else "fewer num_envs"
+        max_simulations = limit // (config.num_envs * node) - 1
+        remedy = f"{simulations}={max_simulations} or less, or fewer num_envs" if max_simulations > 0 else "fewer num_envs"
         raise ValueError(
             f"{type(config).__name__}.{simulations}={number}: the search trees of "
             f"num_envs={config.num_envs} environments take {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} "

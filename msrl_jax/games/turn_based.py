@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from msrl_jax._compat import drop_unused, equations_in
 from msrl_jax.envs import TimeStep, VectorizedAgents, vectorize_agents
-from msrl_jax.envs.base import Stepped, env_name, is_on_host, output_shapes
+from msrl_jax.envs.base import PyTree, Stepped, env_name, is_on_host, output_shapes
 from msrl_jax.envs.check_types import check_types, show
 from msrl_jax.envs.masks import fault
 from msrl_jax.envs.wrappers import EnvironmentWrapper
@@ -30,13 +30,13 @@ class Turns(EnvironmentWrapper):
 
     env: Any
 
-    def step(self, key: jax.Array, state: Any, action: Any) -> Stepped:
+    def step(self, key: jax.Array, state: PyTree, action: Any) -> Stepped:
         """Plays a move."""
         player = self.env.to_move(state)
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         return state, obs, no_such_player(reward, (player != 0) & (player != 1)), terminated, truncated
 
-    def global_state(self, state: Any) -> jax.Array:  # type: ignore[override]
+    def global_state(self, state: PyTree) -> jax.Array:  # type: ignore[override]
         """Returns the player to move. `[1]` float32"""
         return self.env.to_move(state)[None].astype(jnp.float32)
 
@@ -56,22 +56,22 @@ class OneMover:
     env: VectorizedAgents
     game: Any
 
-    def reset(self, key: jax.Array) -> tuple[Any, Any]:
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts all games; returns the state and the observations of the players to move. `[E, ...]`"""
         state, obs = self.env.reset(key)
         return state, of_player(obs, self._to_move(state))
 
-    def step(self, state: Any, action: jax.Array) -> tuple[Any, TimeStep]:
+    def step(self, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
         """Plays a move in every game, `[E]`, and restarts games that ended."""
-        before = self._to_move(state)
-        action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), before, action)
+        player = self._to_move(state)
+        action = jax.vmap(lambda *x: turn_actions(self.game, *x))(self.env.states(state), player, action)
         state, t = self.env.step(state, action)
-        after, terminated = t.final_state[:, 0].astype(jnp.int32), t.terminated.all(-1)
-        reward = moved_twice(jnp.where(before == 0, *t.reward.T), (after == before) & ~terminated)
-        obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, after)
+        next_player, terminated = t.final_state[:, 0].astype(jnp.int32), t.terminated.all(-1)
+        reward = moved_twice(jnp.where(player == 0, *t.reward.T), (next_player == player) & ~terminated)
+        obs, final_obs = of_player(t.obs, self._to_move(state)), of_player(t.final_obs, next_player)
         return state, TimeStep(obs, reward, terminated, t.truncated, final_obs)
 
-    def _to_move(self, state: Any) -> jax.Array:
+    def _to_move(self, state: PyTree) -> jax.Array:
         return jax.vmap(self.game.to_move)(self.env.states(state))
 
 
@@ -91,13 +91,13 @@ def check_turns(name: str, env: Any) -> None:
             f"{name} needs a game whose states it can search, but environment {game!r} is simulated on the host, where states "
             "cannot be searched; write the game in JAX, or use ippo or self_play"
         )
-    missing = [
+    missing_methods = [
         f"no method {method}(state)" for method in ("to_move", "action_mask") if not callable(getattr(env, method, None))
     ]
-    if len(env.agents) != 2 or missing:
+    if len(env.agents) != 2 or missing_methods:
         raise ValueError(
             f"{name} is for two-player games with alternating moves and perfect information, but environment {game!r} has "
-            f"{' and '.join([f'{len(env.agents)} agents', *missing])}; use self_play, ippo or mappo, or another game"
+            f"{' and '.join([f'{len(env.agents)} agents', *missing_methods])}; use self_play, ippo or mappo, or another game"
         )
     check_types(env, several=True)
     state, _ = output_shapes(env.reset)
@@ -113,13 +113,13 @@ def check_turns(name: str, env: Any) -> None:
         raise ValueError(f"{name} needs a deterministic game, but {game}.step draws random numbers; use self_play")
 
 
-def player_observation(env: VectorizedAgents) -> Any:
+def player_observation(env: VectorizedAgents) -> PyTree:
     """Shapes and dtypes of one player's observation, with its legal actions."""
     _, obs = output_shapes(env.reset)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), obs)
 
 
-def of_player(obs: Any, player: jax.Array) -> Any:
+def of_player(obs: PyTree, player: jax.Array) -> PyTree:
     """Selects the observation of a player `[...]` from those of both `[..., 2, ...]`."""
 
     def pick(x: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def of_player(obs: Any, player: jax.Array) -> Any:
     return jax.tree.map(pick, obs)
 
 
-def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) -> jax.Array:
+def turn_actions(game: Any, state: PyTree, player: jax.Array, action: jax.Array) -> jax.Array:
     """Returns the action of the player to move, 0 or 1, and a legal one of the waiting player. `[2]` int32"""
     return jnp.where(jnp.arange(2) == player, action, game.action_mask(state).argmax(-1)).astype(jnp.int32)
 
@@ -137,8 +137,8 @@ def turn_actions(game: Any, state: Any, player: jax.Array, action: jax.Array) ->
 def draws(game: Any) -> bool:
     """Whether the results of a step depend on random numbers that it draws, i.e. whether it is a game of chance."""
     key, state, action = jax.eval_shape(lambda: (key := jax.random.key(0), game.reset(key)[0], jnp.zeros(2, jnp.int32)))
-    used = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
-    return any(eqn.primitive.name in _DRAWING for eqn in equations_in(used))
+    needed_jaxpr = drop_unused(jax.make_jaxpr(game.step)(key, state, action).jaxpr)
+    return any(eqn.primitive.name in _DRAWING for eqn in equations_in(needed_jaxpr))
 
 
 @fault("has a to_move(state) that returned neither 0 nor 1")

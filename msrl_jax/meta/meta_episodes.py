@@ -107,21 +107,23 @@ class RL2(EnvironmentWrapper):
 
         return report
 
-    def _reported(self, env_state: PyTree) -> jax.Array:
-        found = reported(self.env, env_state)
-        return jnp.zeros(0, jnp.float32) if found is None else found
+    def _metric_values(self, env_state: PyTree) -> jax.Array:
+        metric_values = reported(self.env, env_state)
+        return jnp.zeros(0, jnp.float32) if metric_values is None else metric_values
 
     def _observation(self, state: RL2State, action: jax.Array) -> jax.Array:
-        begun, time = state.episode_steps == 0, state.steps / self.horizon
-        rest = jnp.stack([state.reward, begun.astype(jnp.float32), time.astype(jnp.float32)])
-        return jnp.concatenate([spaces.flatten(self.env.observation_space, state.obs), action, rest])
+        is_new_episode, time = state.episode_steps == 0, state.steps / self.horizon
+        extras = jnp.stack([state.reward, is_new_episode.astype(jnp.float32), time.astype(jnp.float32)])
+        return jnp.concatenate([spaces.flatten(self.env.observation_space, state.obs), action, extras])
 
     def reset(self, key: jax.Array) -> tuple[RL2State, jax.Array]:
         """Starts a meta-episode."""
         env_state, obs = self.env.reset(key)
         zero, none = jnp.zeros((), jnp.int32), jnp.asarray(False)
-        found = self._reported(env_state)
-        state = RL2State(env_state, obs, obs, jnp.zeros((), jnp.float32), none, zero, zero, jnp.zeros(4, jnp.float32), found)
+        metric_values = self._metric_values(env_state)
+        state = RL2State(
+            env_state, obs, obs, jnp.zeros((), jnp.float32), none, zero, zero, jnp.zeros(4, jnp.float32), metric_values
+        )
         return state, self._observation(state, jnp.zeros(spaces.flat_space(self.env.action_space).shape, jnp.float32))
 
     def step(self, key: jax.Array, state: RL2State, action: PyTree) -> Stepped:
@@ -129,25 +131,27 @@ class RL2(EnvironmentWrapper):
         step_key, reset_key = jax.random.split(key)
         env_state, obs, reward, terminated, truncated = self.env.step(step_key, state.env_state, action)
         steps, episode_steps = state.steps + 1, state.episode_steps + 1
-        found = self._reported(env_state)  # before another episode starts
-        ended = terminated | truncated | (episode_steps >= self.episode_length)
-        going, begun = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
-        env_state, current, episode_steps = jax.tree.map(lambda new, old: jnp.where(ended, new, old), begun, going)
+        metric_values = self._metric_values(env_state)  # before another episode starts
+        episode_ended = terminated | truncated | (episode_steps >= self.episode_length)
+        continued, fresh = (env_state, obs, episode_steps), (*self.env.reset(reset_key), jnp.zeros((), jnp.int32))
+        env_state, next_episode_obs, episode_steps = jax.tree.map(
+            lambda fresh_leaf, continued_leaf: jnp.where(episode_ended, fresh_leaf, continued_leaf), fresh, continued
+        )
         reward = jnp.asarray(reward, jnp.float32)
         quarter = jnp.minimum(4 * state.steps // self.horizon, 3)
-        after = RL2State(
+        next_state = RL2State(
             env_state,
-            current,
+            next_episode_obs,
             obs,
             reward,
             jnp.asarray(terminated),
             steps,
             episode_steps,
             state.returns.at[quarter].add(reward),
-            found,
+            metric_values,
         )
-        seen = self._observation(after, spaces.flatten(self.env.action_space, action))
-        return after, seen, reward, steps >= self.horizon, jnp.asarray(False)
+        next_obs = self._observation(next_state, spaces.flatten(self.env.action_space, action))
+        return next_state, next_obs, reward, steps >= self.horizon, jnp.asarray(False)
 
 
 def value_iteration(transitions: jax.Array, rewards: jax.Array, discount: float, sweeps: int) -> jax.Array:
@@ -204,7 +208,9 @@ class RL3(EnvironmentWrapper):
         if not isinstance(self.env, RL2):
             raise TypeError(f"RL3 needs an RL2, but got {env_name(self.env)}; write RL3(RL2(env, ...))")
         inner = self.env.env
-        if not all(isinstance(x, spaces.Discrete) and x.start == 0 for x in (inner.observation_space, inner.action_space)):
+        if not all(
+            isinstance(space, spaces.Discrete) and space.start == 0 for space in (inner.observation_space, inner.action_space)
+        ):
             raise TypeError(
                 f"RL3 counts states and actions, but {env_name(inner)} has observations in {inner.observation_space} and "
                 f"actions in {inner.action_space}; use an environment where both are Discrete from 0, or RL2 alone"
@@ -244,19 +250,19 @@ class RL3(EnvironmentWrapper):
         """Starts a meta-episode with no counts."""
         env_state, obs = self.env.reset(key)
         shape = self._sizes
-        zeros = [jnp.zeros(each, jnp.float32) for each in ((*shape, shape[0]), shape, shape)]
+        zeros = [jnp.zeros(array_shape, jnp.float32) for array_shape in ((*shape, shape[0]), shape, shape)]
         state = RL3State(env_state, *zeros)
         return state, self._observation(state, obs)
 
     def step(self, key: jax.Array, state: RL3State, action: jax.Array) -> Stepped:
         """Advances the meta-episode, and updates the counts."""
-        before = state.env_state.obs
+        last_obs = state.env_state.obs
         env_state, obs, *outcome = self.env.step(key, state.env_state, action)
         goes_on = jnp.where(env_state.terminated, 0.0, 1.0)
-        after = RL3State(
+        next_state = RL3State(
             env_state,
-            state.moves.at[before, action, env_state.final_obs].add(goes_on),
-            state.visits.at[before, action].add(1.0),
-            state.rewards.at[before, action].add(env_state.reward),
+            state.moves.at[last_obs, action, env_state.final_obs].add(goes_on),
+            state.visits.at[last_obs, action].add(1.0),
+            state.rewards.at[last_obs, action].add(env_state.reward),
         )
-        return after, self._observation(after, obs), *outcome  # type: ignore[return-value]
+        return next_state, self._observation(next_state, obs), *outcome  # type: ignore[return-value]

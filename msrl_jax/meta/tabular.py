@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Stepped
@@ -30,8 +31,8 @@ class TabularMDP:
       noise: standard deviation of the normally distributed rewards.
     """
 
-    transitions: Any
-    rewards: Any
+    transitions: ArrayLike
+    rewards: ArrayLike
     noise: float = 1.0
     observation_space: spaces.Discrete = field(init=False, repr=False)
     action_space: spaces.Discrete = field(init=False, repr=False)
@@ -48,8 +49,8 @@ class TabularMDP:
             raise ValueError("TabularMDP: transitions[s, a] are not probabilities; each row must sum to 1")
         if not np.isfinite(rewards).all() or not 0 <= self.noise < np.inf:
             raise ValueError(f"TabularMDP: use finite rewards, and a finite noise of at least 0, not {shown(self.noise)}")
-        found = tables | {"observation_space": spaces.Discrete(len(rewards))}
-        for name, value in (found | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
+        attributes = tables | {"observation_space": spaces.Discrete(len(rewards))}
+        for name, value in (attributes | {"action_space": spaces.Discrete(rewards.shape[1])}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -59,7 +60,7 @@ class TabularMDP:
 
     def with_params(self, params: Mapping[str, Any]) -> "TabularMDP":
         """Returns the MDP with other, possibly traced, tables."""
-        return _with(self, params)
+        return _replace_tables(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Starts an episode; the state is the observation."""
@@ -67,10 +68,12 @@ class TabularMDP:
 
     def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> Stepped:
         """Draws the next state and the reward."""
-        move, noise = jax.random.split(key)
-        after = inverse_cdf_index(jnp.asarray(self.transitions)[state, action], jax.random.uniform(move, dtype=jnp.float32))
-        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise, dtype=jnp.float32)
-        return after, after, reward, jnp.asarray(False), jnp.asarray(False)
+        move_key, noise_key = jax.random.split(key)
+        next_state = inverse_cdf_index(
+            jnp.asarray(self.transitions)[state, action], jax.random.uniform(move_key, dtype=jnp.float32)
+        )
+        reward = jnp.asarray(self.rewards)[state, action] + self.noise * jax.random.normal(noise_key, dtype=jnp.float32)
+        return next_state, next_state, reward, jnp.asarray(False), jnp.asarray(False)
 
 
 @entry
@@ -82,7 +85,7 @@ class BernoulliBandit:
       success: the probability that each arm pays; a parameter as data. `[A]` float32
     """
 
-    success: Any
+    success: ArrayLike
     observation_space = spaces.Discrete(1)
     action_space: spaces.Discrete = field(init=False, repr=False)
 
@@ -100,7 +103,7 @@ class BernoulliBandit:
 
     def with_params(self, params: Mapping[str, Any]) -> "BernoulliBandit":
         """Returns the bandit with other, possibly traced, probabilities."""
-        return _with(self, params)
+        return _replace_tables(self, params)
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Starts an episode; the observation is always 0."""
@@ -112,11 +115,11 @@ class BernoulliBandit:
         return state, state, reward, jnp.asarray(False), jnp.asarray(False)
 
 
-def _with(env: Any, params: Mapping[str, Any]) -> Any:
-    changed = copy.copy(env)
+def _replace_tables(env: Any, params: Mapping[str, Any]) -> Any:
+    copied_env = copy.copy(env)
     for name, value in params.items():
-        object.__setattr__(changed, name, value)
-    return changed
+        object.__setattr__(copied_env, name, value)
+    return copied_env
 
 
 @entry

@@ -52,54 +52,54 @@ class Failure:
     agent: str | None = None
 
     @classmethod
-    def of(cls, origin: Origin, iteration: int, has_members: bool, env: Any = None) -> "Failure":
+    def from_origin(cls, origin: Origin, iteration: int, has_members: bool, env: Any = None) -> "Failure":
         """Returns the failure of a computation in an iteration of a run with or without members, with this vector
         environment.
         """
-        member, *rest = origin.index if has_members and origin.index else (None, *origin.index)
-        if not rest or origin.role != "env":
+        member, *indices = origin.index if has_members and origin.index else (None, *origin.index)
+        if not indices or origin.role != "env":
             return cls(iteration, member, None, origin)
-        agent = _agent(env, origin.path, rest[1]) if has_agents(env) and len(rest) > 1 else None
-        return cls(iteration, member, rest[0], origin, agent)
+        agent = _agent_name(env, origin.path, indices[1]) if has_agents(env) and len(indices) > 1 else None
+        return cls(iteration, member, indices[0], origin, agent)
 
     def __str__(self) -> str:
         o = self.origin
-        what = f"{o.value} in result {o.path}{list(o.index) or ''}"
-        which = "the environment" if self.environment is None else f"environment {self.environment}"
-        which += "" if self.agent is None else f", for agent {self.agent!r},"
+        result = f"{o.value} in result {o.path}{list(o.index) or ''}"
+        environment = "the environment" if self.environment is None else f"environment {self.environment}"
+        environment += "" if self.agent is None else f", for agent {self.agent!r},"
         if o.fragment is None:
-            who, what = "code outside the fragments made", o.value
+            cause, result = "code outside the fragments made", o.value
         elif o.role == "env":
-            known = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
-            fields = _fields(o.path)
+            faults = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
+            fields = _field_names(o.path)
             part = "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
-            did = known[0] if known else f"returned {part}{o.value}"
-            who = f"{which} {did}: fragment {o.fragment!r} (role 'env') has"
+            effect = faults[0] if faults else f"returned {part}{o.value}"
+            cause = f"{environment} {effect}: fragment {o.fragment!r} (role 'env') has"
         else:
-            inside = f" in {o.within[-1]!r}" if o.within else ""
-            who = f"fragment {o.fragment!r} (role {o.role!r}){inside} made"
-        when = "".join(f", step {step + 1} of {length}" for step, length in o.steps)
+            inner_name = f" in {o.within[-1]!r}" if o.within else ""
+            cause = f"fragment {o.fragment!r} (role {o.role!r}){inner_name} made"
+        steps = "".join(f", step {step + 1} of {length}" for step, length in o.steps)
         member = "" if self.member is None else f" of member {self.member}"
-        also = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
+        others_text = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
         source = f" at {o.source}" if o.source else ""
         constant = "" if o.constant is None else f" and the constant {o.constant}"
-        alone = "" if o.eager else ". Its operations are finite when they run one by one, without being compiled together"
+        eager_text = "" if o.eager else ". Its operations are finite when they run one by one, without being compiled together"
         return (
-            f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands{constant}. "
-            f"The operation is {o.primitive}{source}{alone}"
+            f"{cause} {result}{others_text} in iteration {self.iteration}{member}{steps}, from finite operands{constant}. "
+            f"The operation is {o.primitive}{source}{eager_text}"
         )
 
 
-def _fields(path: str) -> set[str]:
+def _field_names(path: str) -> set[str]:
     """Returns the names in a pytree path."""
     return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
 
 
-def _agent(env: Any, path: str, number: int) -> str | None:
+def _agent_name(env: Any, path: str, number: int) -> str | None:
     """Returns the name of an agent, given its index in an array `[E, A, ...]` of its team; None if the path is not such an
     array.
     """
-    if not _fields(path) & (_REWARDS | _OBSERVATIONS):
+    if not _field_names(path) & (_REWARDS | _OBSERVATIONS):
         return None
     members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))
     return env.agents[members[number]]
@@ -109,26 +109,26 @@ def save_failure(path: Path, failure: Failure, description: Mapping[str, Any], r
     """Writes a failure for `replay_step`."""
     origin = failure.origin
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
-    fields = {name: x for name, x in vars(origin).items() if name != "operands"}
+    fields = {name: value for name, value in vars(origin).items() if name != "operands"}
     about = {"run": description, "record": record, "iteration": failure.iteration, "origin": fields, "operands": kinds}
-    entries = {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)} | {_ABOUT: np.array(json.dumps(to_json(about)))}
+    entries = {f"{_OPERAND}{i}": value for i, value in enumerate(arrays)} | {_ABOUT: np.array(json.dumps(to_json(about)))}
     with replacing(path) as partial, partial.open("wb") as file:
         np.savez(file, allow_pickle=False, **entries)
     return path
 
 
-def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:
-    if is_key(x):
-        return {"key": str(jax.random.key_impl(x))}, np.asarray(jax.random.key_data(x))
-    array = np.asarray(x)
+def _to_numpy(value: Any) -> tuple[dict[str, str], np.ndarray]:
+    if is_key(value):
+        return {"key": str(jax.random.key_impl(value))}, np.asarray(jax.random.key_data(value))
+    array = np.asarray(value)
     # NumPy files do not support machine learning dtypes, such as bfloat16.
     return {"dtype": str(array.dtype)}, array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
-def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
+def _to_jax(kind: Mapping[str, str], array: np.ndarray) -> jax.Array:
     if "key" in kind:
-        return jax.random.wrap_key_data(jnp.asarray(x), impl=kind["key"])
-    return jnp.asarray(x.view(jnp.dtype(kind["dtype"])))
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=kind["key"])
+    return jnp.asarray(array.view(jnp.dtype(kind["dtype"])))
 
 
 @entry
@@ -159,12 +159,12 @@ def replay_step(
     """
     path = Path(path)
     about, operands = _read(path)
-    run, origin = about["run"], about["origin"]
-    source = None if run["data"] is None else run["data"]["path"] if data is None else data
-    if run["data"] is not None and source is None:
+    description, origin = about["run"], about["origin"]
+    source = None if description["data"] is None else description["data"]["path"] if data is None else data
+    if description["data"] is not None and source is None:
         raise ValueError(f"{path} is of a run that learned from data; pass the data again: replay_step(path, data=...)")
-    again = {"env": env, "env_params": env_params, "data": source} | objects
-    experiment = Experiment.from_json(run, **again, where=f"the run of {path}", trust=trust)
+    passed = {"env": env, "env_params": env_params, "data": source} | objects
+    experiment = Experiment.from_json(description, **passed, where=f"the run of {path}", trust=trust)
     if about["record"] is not None:
         experiment = experiment.record(about["record"])
     closed = trace(experiment.agent.iteration, jax.eval_shape(experiment.initial_state)).jaxpr
@@ -174,13 +174,13 @@ def replay_step(
             f"{path} does not match: fragment {origin['fragment']!r} has other operands here; was the file written by another "
             "version, or for another environment?"
         )
-    found = evaluate_again(eqn, operands, eqns)
-    if found is None:
+    new_origin = evaluate_again(eqn, operands, eqns)
+    if new_origin is None:
         return None
-    around = [tuple(step) for step in origin["steps"]]
-    steps = (*around[: len(around) - len(found.steps)], *found.steps)
-    found = dataclasses.replace(found, within=tuple(origin["within"]), steps=steps)
-    return Failure.of(found, about["iteration"], experiment.has_members, experiment.behavior.agent.env)
+    outer_steps = [tuple(step) for step in origin["steps"]]
+    steps = (*outer_steps[: len(outer_steps) - len(new_origin.steps)], *new_origin.steps)
+    new_origin = dataclasses.replace(new_origin, within=tuple(origin["within"]), steps=steps)
+    return Failure.from_origin(new_origin, about["iteration"], experiment.has_members, experiment.behavior.agent.env)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
@@ -196,4 +196,4 @@ def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
         raise ValueError(f"{path} does not describe a non-finite step; use the {FILE} in the folder of a run") from error
     except Exception as error:  # zipfile and zlib raise their own types
         raise ValueError(f"{path} is damaged: {error}") from error
-    return about, [_to_jax(kind, x) for kind, x in zip(about["operands"], arrays, strict=True)]
+    return about, [_to_jax(kind, array) for kind, array in zip(about["operands"], arrays, strict=True)]

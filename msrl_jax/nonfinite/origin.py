@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,24 +54,27 @@ class Origin:
     source: str | None  # `FILE:LINE (function)` of the operation, outside libraries; None if unknown
     eager: bool  # whether the fragment's result is also non-finite if its operations run one by one
     constant: str | None  # the non-finite constant among the operands of the operation, such as "nan"; None if there is none
-    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite except constants
+    operands: tuple[jax.Array, ...] = field(repr=False)  # the operands of the fragment, all finite except constants
 
 
 class _Cause(NamedTuple):
     """A computation with a non-finite result from finite operands and constants, and the step of the loop around it."""
 
     eqn: JaxprEqn
-    operands: tuple[Any, ...]
+    operands: tuple[jax.Array, ...]
     step: tuple[int, int] | None
 
 
-def is_finite(x: Any) -> bool:
+def is_finite(value: jax.Array) -> bool:
     """Whether a value has no non-finite elements; integers, booleans and keys never have any."""
-    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
+    return not jnp.issubdtype(value.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(value)).all())
 
 
 def find_origin(
-    eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], constants: Mapping[Var, Any] | None = None
+    eqns: Sequence[JaxprEqn],
+    env: Mapping[Var, jax.Array],
+    results: Sequence[Atom],
+    constants: Mapping[Var, jax.Array] | None = None,
 ) -> Origin | int | None:
     """Evaluates the equations of an iteration, without effects, and finds the origin of non-finite elements of its results.
 
@@ -83,7 +86,7 @@ def find_origin(
     return search.origin(cause, eqns) if isinstance(cause, _Cause) else None if cause is None else list(env).index(cause)
 
 
-def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
+def evaluate_again(eqn: JaxprEqn, operands: Sequence[jax.Array], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
     """Evaluates a fragment again, operation by operation; returns its first non-finite result, or None if all are finite."""
     search = _Search()
     if all(map(is_finite, search.function(eqn)(*operands))):
@@ -106,7 +109,7 @@ def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]
             yield from _fragments(sub.eqns, name)
 
 
-def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
+def _value_of(env: Mapping[Var, jax.Array], atom: Atom) -> jax.Array:
     return jnp.asarray(atom.val, aval(atom).dtype) if isinstance(atom, Literal) else env[atom]
 
 
@@ -114,89 +117,91 @@ class _Search:
     """Evaluates equations, each as a whole, and searches for a cause in its parts."""
 
     def __init__(self) -> None:
-        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
+        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Sequence[jax.Array]]]] = {}
 
-    def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
+    def function(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         """Returns an equation as a function, compiled if it contains code, such as a fragment or a loop."""
         if id(eqn) not in self._functions:
             outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
-            run = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
-            self._functions[id(eqn)] = eqn, jax.jit(run) if any(True for _ in sub_jaxprs(eqn)) else run
+            call = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
+            self._functions[id(eqn)] = eqn, jax.jit(call) if any(True for _ in sub_jaxprs(eqn)) else call
         return self._functions[id(eqn)][1]
 
-    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
+    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         env = dict(env)
         for eqn in eqns:
-            outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))
+            outs = self.function(eqn)(*(_value_of(env, a) for a in eqn.invars))
             env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
         return env
 
     def cause(
         self,
         eqns: Sequence[JaxprEqn],
-        env: Mapping[Var, Any],
+        env: Mapping[Var, jax.Array],
         results: Sequence[Atom],
         step: tuple[int, int] | None,
-        before: Container[Var] = (),
+        inputs: Container[Var] = (),
     ) -> _Cause | Var | None:
-        """Returns the first cause of non-finite results; or a non-finite variable of `before`; or None.
+        """Returns the first cause of non-finite results; or a non-finite variable of `inputs`; or None.
 
-        A non-finite variable that is neither computed by an equation nor in `before` is a constant.
+        A non-finite variable that is neither computed by an equation nor in `inputs` is a constant.
         """
-        made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-        ahead, seen = [a for a in results if isinstance(a, Var)], set[Var]()
-        causes, given = set[int](), list[Var]()
-        while ahead:
-            var = ahead.pop()
-            if var in seen or is_finite(env[var]):
+        producers = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        pending, visited = [a for a in results if isinstance(a, Var)], set[Var]()
+        causes, bad_inputs = set[int](), list[Var]()
+        while pending:
+            var = pending.pop()
+            if var in visited or is_finite(env[var]):
                 continue
-            seen.add(var)
-            if var not in made:
-                given += [var] if var in before else []
+            visited.add(var)
+            if var not in producers:
+                bad_inputs += [var] if var in inputs else []
                 continue
-            operands = [a for a in eqns[made[var]].invars if isinstance(a, Var) and (a in made or a in before)]
-            worse = [a for a in operands if not is_finite(env[a])]
-            ahead += worse
-            if not worse:
-                causes.add(made[var])
+            operands = [a for a in eqns[producers[var]].invars if isinstance(a, Var) and (a in producers or a in inputs)]
+            bad_operands = [a for a in operands if not is_finite(env[a])]
+            pending += bad_operands
+            if not bad_operands:
+                causes.add(producers[var])
         if not causes:
-            return next(iter(given), None)
+            return next(iter(bad_inputs), None)
         eqn = eqns[min(causes)]
-        return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
+        return _Cause(eqn, tuple(_value_of(env, a) for a in eqn.invars), step)
 
-    def part(self, whole: _Cause) -> tuple[_Cause | None, bool]:
+    def part(self, cause: _Cause) -> tuple[_Cause | None, bool]:
         """Returns the cause inside a cause, if any, and whether the result is non-finite if the parts run one by one."""
-        eqn, ins = whole.eqn, whole.operands
+        eqn, ins = cause.eqn, cause.operands
         if eqn.primitive is scan_p:
-            return self._step(eqn, ins)
+            return self._cause_in_scan(eqn, ins)
         body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
         if eqn.primitive is cond_p:
             branches = eqn.params["branches"]
             body, ins = branches[int(np.clip(int(ins[0]), 0, len(branches) - 1))], ins[1:]
         if body is None:
             return None, True
-        found, outs = self._of_body(body, ins, None)
-        return found, not all(map(is_finite, outs))
+        inner_cause, outs = self._cause_in_body(body, ins, None)
+        return inner_cause, not all(map(is_finite, outs))
 
-    def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
+    def _cause_in_body(
+        self, body: ClosedJaxpr, ins: Sequence[jax.Array], step: tuple[int, int] | None
+    ) -> tuple[_Cause | None, list[jax.Array]]:
         """Returns the cause in the body of a computation, if any, and the body's results."""
         jaxpr = body.jaxpr
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
         env = self.values(jaxpr.eqns, env)
-        found = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
-        return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
+        cause = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
+        return cause if isinstance(cause, _Cause) else None, [_value_of(env, a) for a in jaxpr.outvars]
 
-    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> tuple[_Cause | None, bool]:
+    def _cause_in_scan(self, eqn: JaxprEqn, ins: Sequence[jax.Array]) -> tuple[_Cause | None, bool]:
         """Returns the cause in the first scan step with a non-finite carry or output, as returned by `part`."""
         scan = scan_parts(eqn)
-        split = scan.num_consts + scan.num_carry
-        consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
+        carry_end = scan.num_consts + scan.num_carry
+        consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : carry_end], ins[carry_end:]
         is_bad = False
         for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
             rows = [x[step] for x in xs]
-            found, outs = self._of_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
-            if found is not None:
-                return found, True
+            cause, outs = self._cause_in_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
+            if cause is not None:
+                return cause, True
             is_bad |= not all(map(is_finite, outs))
             carry = outs[: scan.num_carry]
         return None, is_bad
@@ -207,12 +212,12 @@ class _Search:
         while inner is not None:
             chain.append(inner)
             inner, is_bad = self.part(inner)
-        marked, last = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
-        eqn, operands = chain[marked[-1]][:2] if marked else last[:2]
+        marked, innermost = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
+        eqn, operands = chain[marked[-1]][:2] if marked else innermost[:2]
         outs = self.function(eqn)(*operands)
-        paths, order = _results(eqn) if marked else ([""] * len(outs), None)
-        first, *rest = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=order)
-        bad = np.asarray(outs[first])
+        paths, order = _result_paths(eqn) if marked else ([""] * len(outs), None)
+        first_result, *other_results = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=order)
+        bad = np.asarray(outs[first_result])
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
         element = complex(bad[index])
         name = eqn.params["name"] if marked else None
@@ -220,38 +225,38 @@ class _Search:
         return Origin(
             fragment=name,
             role=eqn.params["role"] if marked else None,
-            path=paths[first],
+            path=paths[first_result],
             index=index,
             number=next((i for i, e in enumerate(_fragments(eqns, name)) if e is eqn), 0),
             within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
             value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
-            others=tuple(paths[i] for i in rest) if marked else (),
+            others=tuple(paths[i] for i in other_results) if marked else (),
             steps=tuple(e.step for e in chain if e.step is not None),
-            primitive=last.eqn.primitive.name,
+            primitive=innermost.eqn.primitive.name,
             source=next(filter(None, lines), None),
             eager=is_bad,
-            constant=_constant(last),
+            constant=_describe_constant(innermost),
             operands=operands if marked else (),
         )
 
 
-def _constant(cause: _Cause) -> str | None:
+def _describe_constant(cause: _Cause) -> str | None:
     """Returns the first non-finite operand or constant of a computation; None if all are finite."""
     inner = [a.val for jaxpr in sub_jaxprs(cause.eqn) for a in jaxpr.outvars if isinstance(a, Literal)]
-    for x in map(np.asarray, (x for x in (*cause.operands, *inner) if not is_finite(jnp.asarray(x)))):
-        bad = str(x[~np.isfinite(x)].flat[0])
-        return f"{x.dtype}{list(x.shape)} with {bad}" if x.ndim else bad
+    for value in map(np.asarray, (value for value in (*cause.operands, *inner) if not is_finite(jnp.asarray(value)))):
+        bad = str(value[~np.isfinite(value)].flat[0])
+        return f"{value.dtype}{list(value.shape)} with {bad}" if value.ndim else bad
     return None
 
 
-def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
+def _result_paths(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
     """Returns the paths of a fragment's results, and their order: shortest path first, then order of computation."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
     paths = jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
-    made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+    producers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
 
     def order(i: int) -> tuple[float, float]:
         atom = jaxpr.outvars[i]
-        return paths[i].count(".") + paths[i].count("["), made.get(atom, -1) if isinstance(atom, Var) else math.inf
+        return paths[i].count(".") + paths[i].count("["), producers.get(atom, -1) if isinstance(atom, Var) else math.inf
 
     return paths, order

@@ -3,10 +3,10 @@
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.graph.build import build_graph
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.program import Program
@@ -23,31 +23,33 @@ LOCATE_SECONDS = 300.0  # approximate maximum time to repeat iterations to find 
 
 def explain_finding(run: Run, finding: Finding, guard: Guard) -> Finding:
     """Finds the origin of the first non-finite value of a run, and writes the file for `replay_step`."""
-    found = _failure(run, guard)
-    if isinstance(found, str):
-        return dataclasses.replace(finding, note=found)
-    finding = dataclasses.replace(finding, iteration=found.iteration, failure=found, member=found.member)
-    if found.origin.fragment is None:
+    failure = _find_failure(run, guard)
+    if isinstance(failure, str):
+        return dataclasses.replace(finding, note=failure)
+    finding = dataclasses.replace(finding, iteration=failure.iteration, failure=failure, member=failure.member)
+    if failure.origin.fragment is None:
         return finding
     try:
         folder = Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path
-        saved = save_failure(folder / FILE, found, run.description, run.experiment.recorded_steps)
+        path = save_failure(folder / FILE, failure, run.description, run.experiment.recorded_steps)
     except OSError as error:
         return dataclasses.replace(finding, note=f"The step could not be written: {error}")
-    return dataclasses.replace(finding, replay=saved)
+    return dataclasses.replace(finding, replay=path)
 
 
-def _failure(run: Run, guard: Guard) -> Failure | str:
+def _find_failure(run: Run, guard: Guard) -> Failure | str:
     """Returns the cause, or the reason why it is unknown."""
     if not guard.can_read:
         return "The state is distributed over several processes, so the cause was not searched for."
-    if why := run.program.nondeterminism_reason:
-        return f"{why}, so the iteration was not repeated to find the cause."
+    if reason := run.program.nondeterminism_reason:
+        return f"{reason}, so the iteration was not repeated to find the cause."
     state, begin, _ = guard.earlier(run)
     iterations = run.finding.iteration - begin
     if begin < run.changed_at:
-        when = f"after iteration {run.changed_at}, which is later than the last saved state"
-        return f"A callback changed environment parameters {when}."
+        return (
+            f"A callback changed environment parameters after iteration {run.changed_at}, which is later than the last saved "
+            "state."
+        )
     if iterations < 1:
         return "No finite state from before that iteration was kept."
     if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
@@ -56,21 +58,23 @@ def _failure(run: Run, guard: Guard) -> Failure | str:
             "the cause was not searched for."
         )
     try:
-        found = search(guard.watch, run, state, iterations)
+        first_failure = search(guard.watch, run, state, iterations)
     except (RuntimeError, MemoryError) as error:  # device errors, such as out of memory
         return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
-    if found is None:
+    if first_failure is None:
         return "The iterations were finite when they were repeated."
-    before, origin = found
+    iterations_before, origin = first_failure
     if origin is None:
         return "Outside the compiled programs, that iteration is finite."
     if isinstance(origin, int):
-        where = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
-        return f"Before that iteration, {where} was not finite."
-    return Failure.of(origin, begin + before + 1, run.experiment.has_members, run.experiment.behavior.agent.env)
+        place = f"state{guard.watch.paths[origin]}" if origin < len(guard.watch.paths) else "a delayed parameter"
+        return f"Before that iteration, {place} was not finite."
+    return Failure.from_origin(
+        origin, begin + iterations_before + 1, run.experiment.has_members, run.experiment.behavior.agent.env
+    )
 
 
-def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Origin | int | None] | None:
+def search(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[int, Origin | int | None] | None:
     """Finds the first non-finite iteration of a run, and the origin of its non-finite value.
 
     A run is deterministic, so it is repeated from a finite state, `iterations` before a non-finite one, and bisected until one
@@ -79,8 +83,8 @@ def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Or
     counted after the leaves), or None if the iteration is finite there. Returns None if all iterations are finite this time.
     """
     leaves = jax.tree.leaves(run.program.unwrap(state))
-    while (good := _last_good(watch, run, state, iterations)) is not None:
-        origin = _origin(watch, run.program, good[0])
+    while (good := _last_good_state(watch, run, state, iterations)) is not None:
+        origin = _find_origin(watch, run.program, good[0])
         if not isinstance(origin, int) or origin >= len(leaves) or non_finite(leaves, [origin]):
             return good[1], origin
         # A part of the state that is not watched, such as the environment's own, is the cause: find its first nan.
@@ -88,22 +92,22 @@ def search(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[int, Or
     return None
 
 
-def _last_good(watch: Watch, run: Run, state: Any, iterations: int) -> tuple[Any, int] | None:
+def _last_good_state(watch: Watch, run: Run, state: PyTree, iterations: int) -> tuple[PyTree, int] | None:
     """Returns a finite state whose next iteration gives non-finite values, and the number of iterations up to it."""
     low, high, certain = 0, iterations, False
     while high - low > 1 or not certain:
         middle = (low + high) // 2 if certain else high
-        after, metrics = run.program.run(state, middle - low, chunk=run.most_at_once)
-        if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(after)):
+        next_state, metrics = run.program.run(state, middle - low, chunk=run.max_at_once)
+        if first_non_finite(metrics) or not watch.is_whole(run.program.unwrap(next_state)):
             high, certain = middle, True
         elif middle == iterations:
             return None
         else:
-            state, low = after, middle
+            state, low = next_state, middle
     return state, low
 
 
-def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
+def _find_origin(watch: Watch, program: Program, state: PyTree) -> Origin | int | None:
     """Returns the origin in the iteration after a state, in the equations as the policy connects them, including delays."""
     count = len(program.traced.jaxpr.in_avals)
     labels = [program.graph.labels[v] for v in program.graph.region.carry[:count]]
@@ -116,5 +120,5 @@ def _origin(watch: Watch, program: Program, state: Any) -> Origin | int | None:
     # Not a pytree operation: JAX sorts the keys of a dict, and variables have no order.
     env = dict(zip(region.carry, values, strict=True))
     constants = {v: jax.device_put(x, device) for v, x in graph.constants.items()}
-    wanted = [*(region.next_carry[i] for i in watch.everything), *region.results]
-    return find_origin([node.eqn for node in region.nodes], env, wanted, constants)
+    results = [*(region.next_carry[i] for i in watch.everything), *region.results]
+    return find_origin([node.eqn for node in region.nodes], env, results, constants)

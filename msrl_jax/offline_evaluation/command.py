@@ -9,7 +9,7 @@ from msrl_jax.cli.options import OptionGroup
 
 
 @command(run_of, OptionGroup("msrl_jax.offline_evaluation.fitted_q:estimate_return", only=("seed", "member")))
-def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount: float = 0.99) -> Output:
+def estimate(run: dict[str, Any], arguments: dict[str, Any], *, data: str, discount: float = 0.99) -> Output:
     """Estimate the discounted return of a trained agent from a data set, by fitted Q evaluation, without running episodes.
 
     Args:
@@ -19,6 +19,6 @@ def estimate(run: dict[str, Any], asked: dict[str, Any], *, data: str, discount:
     from msrl_jax.offline_evaluation.fitted_q import FittedQ, estimate_return
 
     result = run_of(**run)
-    found = estimate_return(result, data, FittedQ(discount=discount), **asked)
-    line, about = about_agent(result, asked.get("member"))
-    return Output(f"{line}{found}", about | dataclasses.asdict(found))
+    off_policy_estimate = estimate_return(result, data, FittedQ(discount=discount), **arguments)
+    line, about = about_agent(result, arguments.get("member"))
+    return Output(f"{line}{off_policy_estimate}", about | dataclasses.asdict(off_policy_estimate))

@@ -28,6 +28,7 @@ from msrl_jax.data.check_spaces import load_for
 from msrl_jax.data.dataset import MASKS, Dataset, Episodes
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.actions import policy_actions
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.masks import MaskedObservation
 from msrl_jax.envs.privileged import actor_obs
 from msrl_jax.fragments import compile, fragment
@@ -79,30 +80,30 @@ class OffPolicyEstimate:
 
     def __repr__(self) -> str:
         low, high = self.interval
-        how = f"discount {self.discount:g}, {len(self.values)} fits"
-        return f"discounted return {self.value:.4g} ({low:.4g} to {high:.4g}), {how}"
+        settings = f"discount {self.discount:g}, {len(self.values)} fits"
+        return f"discounted return {self.value:.4g} ({low:.4g} to {high:.4g}), {settings}"
 
 
 class LoggedTransitions(NamedTuple):
     """The data, with the policy's actions."""
 
-    obs: Any
-    action: Any
-    reward: Any
-    discount: Any  # 0 where the episode terminated
-    next_obs: Any
-    next_action: Any  # of the policy
+    obs: PyTree
+    action: jax.Array | np.ndarray
+    reward: jax.Array | np.ndarray
+    discount: jax.Array | np.ndarray  # 0 where the episode terminated
+    next_obs: PyTree
+    next_action: PyTree  # of the policy
 
 
 class Fits(NamedTuple):
     """The state of all fits."""
 
-    params: Any  # [K, ...]
-    target_params: Any
-    opt_state: Any
+    params: PyTree  # [K, ...]
+    target_params: PyTree
+    opt_state: PyTree
     keys: jax.Array  # [K]
-    order: Any  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
-    counts: Any  # the number of rows without padding. int32 [K]
+    order: jax.Array | np.ndarray  # the rows of each fit's episodes, concatenated; the rest is padding. int32 [K, L]
+    counts: jax.Array | np.ndarray  # the number of rows without padding. int32 [K]
     rows: LoggedTransitions  # [N, ...]
 
 
@@ -146,7 +147,7 @@ def estimate_return(
 
 def fitted_q(
     env: Environment,
-    act: Callable[[Any], Any],
+    act: Callable[[PyTree], jax.Array | np.ndarray],
     source: str | os.PathLike[str] | Dataset,
     settings: FittedQ | None = None,
     *,
@@ -185,17 +186,17 @@ def fitted_q(
     episodes = dataset.episodes
     if len(episodes.start) < 2:
         raise ValueError("the data are a single episode, but an interval needs several; collect more")
-    obs, next_obs = (_with_masks(dataset, name) for name in MASKS)
-    chosen = policy_actions(env.action_space, _acted(act, next_obs))
+    obs, next_obs = (_masked_obs(dataset, name) for name in MASKS)
+    next_actions = policy_actions(env.action_space, _actions_of(act, next_obs))
     firsts = jax.tree.map(lambda x: x[episodes.start], obs)
-    first_actions = policy_actions(env.action_space, _acted(act, firsts))
+    first_actions = policy_actions(env.action_space, _actions_of(act, firsts))
     scale = float(np.abs(returns_to_go(dataset, settings.discount)).max()) or 1.0
     discount = settings.discount * (1 - dataset.terminated.astype(np.float32))
     rows = LoggedTransitions(
-        obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, chosen
+        obs, dataset.action, (dataset.reward.astype(np.float64) / scale).astype(np.float32), discount, next_obs, next_actions
     )
-    drawn = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
-    order, counts = _rows_of(episodes, drawn)
+    sampled_episodes = np.random.default_rng(seed).integers(len(episodes.start), size=(settings.fits, len(episodes.start)))
+    order, counts = _bootstrap_rows(episodes, sampled_episodes)
 
     critics = heads_of(space).critics(env.observation_space, space, 1, settings)
     optimizer = optax.adam(settings.learning_rate)
@@ -203,16 +204,16 @@ def fitted_q(
 
     @fragment(role="buffer")
     def draw(keys, order, counts):
-        keys, own = split_keys(keys, 1)
+        keys, draw_keys = split_keys(keys, 1)
         shape = updates, settings.batch_size
-        at = jax.vmap(lambda key, count: jax.random.randint(key, shape, 0, count))(own[0], counts)
-        return keys, jax.vmap(lambda order, at: order[at])(order, at)
+        positions = jax.vmap(lambda key, count: jax.random.randint(key, shape, 0, count))(draw_keys[0], counts)
+        return keys, jax.vmap(lambda order, at: order[at])(order, positions)
 
     @fragment(role="learner")
-    def fit(params, target_params, opt_state, rows, drawn):
-        def update(carry, chosen):
+    def fit(params, target_params, opt_state, rows, batches):
+        def update(carry, batch_rows):
             params, target_params, opt_state = carry
-            batch: LoggedTransitions = jax.tree.map(lambda x: x[chosen], rows)
+            batch: LoggedTransitions = jax.tree.map(lambda x: x[batch_rows], rows)
             target = batch.reward + batch.discount * critics.apply(target_params, batch.next_obs, batch.next_action)[0]
 
             def loss(params):
@@ -224,69 +225,71 @@ def fitted_q(
             target_params = optax.incremental_update(params, target_params, settings.tau)
             return (params, target_params, opt_state), error
 
-        def one(*carry_and_drawn):
-            *carry, drawn = carry_and_drawn
-            carry, errors = jax.lax.scan(update, tuple(carry), drawn)
+        def one(*carry_and_batches):
+            *carry, batches = carry_and_batches
+            carry, errors = jax.lax.scan(update, tuple(carry), batches)
             return *carry, errors.mean()
 
-        return jax.vmap(one)(params, target_params, opt_state, drawn)
+        return jax.vmap(one)(params, target_params, opt_state, batches)
 
     def iteration(fits: Fits) -> tuple[Fits, dict[str, jax.Array]]:
-        keys, drawn = draw(fits.keys, fits.order, fits.counts)
-        params, target_params, opt_state, errors = fit(fits.params, fits.target_params, fits.opt_state, fits.rows, drawn)
+        keys, batches = draw(fits.keys, fits.order, fits.counts)
+        params, target_params, opt_state, errors = fit(fits.params, fits.target_params, fits.opt_state, fits.rows, batches)
         fits = fits._replace(params=params, target_params=target_params, opt_state=opt_state, keys=keys)
         return fits, {"loss": errors.mean()}
 
     def start(key: jax.Array) -> tuple[Any, Any, Any, jax.Array]:
-        own, rest = jax.random.split(key)
-        params = critics.init(own, jax.tree.map(lambda x: x[:1], firsts))
-        return params, jax.tree.map(jnp.copy, params), optimizer.init(params), rest
+        params_key, fit_key = jax.random.split(key)
+        params = critics.init(params_key, jax.tree.map(lambda x: x[:1], firsts))
+        return params, jax.tree.map(jnp.copy, params), optimizer.init(params), fit_key
 
-    begun = jax.jit(jax.vmap(start))(jax.random.split(jax.random.key(seed), settings.fits))
+    initial_fits = jax.jit(jax.vmap(start))(jax.random.split(jax.random.key(seed), settings.fits))
     axes = logical_axes(Fits, **dict.fromkeys(Fits._fields, P("env")) | {"rows": P()})
-    state = Fits(*begun, order=order, counts=counts, rows=rows)
+    state = Fits(*initial_fits, order=order, counts=counts, rows=rows)
     program = compile(iteration, state, policy=policies.get(policy), devices=devices, axes=axes)
     first_value = jax.jit(jax.vmap(lambda params, *first: critics.apply(params, *first)[0], (0, None, None)))
 
     def estimates(state: Fits) -> np.ndarray:
-        found = np.asarray(first_value(jax.device_get(state.target_params), firsts, first_actions), np.float64) * scale
-        return np.array([x[e].mean() for x, e in zip(found, drawn, strict=True)])
+        first_values = np.asarray(first_value(jax.device_get(state.target_params), firsts, first_actions), np.float64) * scale
+        return np.array(
+            [fit_values[fit_episodes].mean() for fit_values, fit_episodes in zip(first_values, sampled_episodes, strict=True)]
+        )
 
     iterations = settings.num_updates // updates
     state, _ = program.run(state, iterations - max(iterations // 10, 1))
-    before = estimates(state)
+    values_before = estimates(state)
     state, _ = program.run(state, max(iterations // 10, 1))
     values = estimates(state)
     if not np.isfinite(values).all():
         raise ValueError(f"the estimate is {values.mean()}: values overflow; use smaller rewards, or a smaller learning_rate")
-    found = OffPolicyEstimate(
-        float(values.mean()), _interval(values), values, settings.discount, float(values.mean() - before.mean())
+    result = OffPolicyEstimate(
+        float(values.mean()), _interval(values), values, settings.discount, float(values.mean() - values_before.mean())
     )
-    if abs(found.change) > 0.05 * max(abs(found.value), found.interval[1] - found.value):
+    if abs(result.change) > 0.05 * max(abs(result.value), result.interval[1] - result.value):
         warnings.warn(
-            f"the estimate {found.value:.4g} still changed by {found.change:.2g} over the last tenth of "
+            f"the estimate {result.value:.4g} still changed by {result.change:.2g} over the last tenth of "
             f"{settings.num_updates:,} updates; use FittedQ with a larger num_updates or tau",
             stacklevel=3,
         )
-    return found
+    return result
 
 
 def returns_to_go(dataset: Dataset, discount: float) -> np.ndarray:
     """Returns the discounted sums of rewards from each row to the end of its episode, `[N]` float64."""
-    sums, after = np.zeros(len(dataset)), 0.0
+    sums, return_after = np.zeros(len(dataset)), 0.0
     ended, reward = dataset.ended, dataset.reward.astype(np.float64)
     for i in range(len(dataset) - 1, -1, -1):
-        after = reward[i] + discount * (0.0 if ended[i] else after)
-        sums[i] = after
+        return_after = reward[i] + discount * (0.0 if ended[i] else return_after)
+        sums[i] = return_after
     return sums
 
 
-def _rows_of(episodes: Episodes, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bootstrap_rows(episodes: Episodes, sampled_episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows of each fit's episodes, concatenated and padded to equal lengths; and their number without padding."""
-    each = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
-    rows = [np.concatenate([each[e] for e in chosen]) for chosen in drawn]
-    counts = np.array([len(x) for x in rows], np.int32)
-    return np.stack([np.pad(x, (0, counts.max() - len(x))) for x in rows]).astype(np.int32), counts
+    rows_of_episodes = [np.arange(start, start + length) for start, length in zip(episodes.start, episodes.length, strict=True)]
+    rows = [np.concatenate([rows_of_episodes[e] for e in fit_episodes]) for fit_episodes in sampled_episodes]
+    counts = np.array([len(fit_rows) for fit_rows in rows], np.int32)
+    return np.stack([np.pad(fit_rows, (0, counts.max() - len(fit_rows))) for fit_rows in rows]).astype(np.int32), counts
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
@@ -299,17 +302,17 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def _acted(act: Callable[[Any], Any], obs: Any) -> np.ndarray:
+def _actions_of(act: Callable[[PyTree], jax.Array | np.ndarray], obs: PyTree) -> np.ndarray:
     """Returns the policy's actions for many observations, computed in batches of one size."""
     count = len(jax.tree.leaves(obs)[0])
     size = min(count, _ROWS)
     parts = []
     for begin in range(0, count, size):
-        at = np.minimum(np.arange(begin, begin + size), count - 1)  # pad the last batch
-        parts.append(np.asarray(act(actor_obs(jax.tree.map(lambda x, at=at: x[at], obs)))))
+        positions = np.minimum(np.arange(begin, begin + size), count - 1)  # pad the last batch
+        parts.append(np.asarray(act(actor_obs(jax.tree.map(lambda x, rows=positions: x[rows], obs)))))
     return np.concatenate(parts)[:count]
 
 
-def _with_masks(dataset: Dataset, name: str) -> Any:
+def _masked_obs(dataset: Dataset, name: str) -> Any:
     obs = getattr(dataset, name)
     return MaskedObservation(obs, getattr(dataset, MASKS[name])) if dataset.has_masks else obs

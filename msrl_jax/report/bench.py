@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.measure import dispatch_time
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -59,10 +60,10 @@ class Measurement:
     call_microseconds: float | None = None
 
     def __str__(self) -> str:
-        where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
-        what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
+        place = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
+        setting = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
-        rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
+        rates = f"{self.steps_per_second:,.0f} steps/s, {_format_rate(self.updates_per_second)} updates/s"
         dispatch = (
             ""
             if self.instructions is None
@@ -71,19 +72,19 @@ class Measurement:
                 f"which Python {self.python_microseconds:.0f} us (a jitted call: {self.call_microseconds:.0f} us)"
             )
         )
-        return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
+        return f"{setting}, {place}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
 
 
 class Runner:
     """Trains in this process in chunks of iterations; every call resumes where the last one ended."""
 
-    def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
+    def __init__(self, step: Callable[[PyTree], PyTree], state: PyTree, steps: int):
         """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
         self._step, self._state, self._steps = step, state, steps
-        self._chunks(1)
-        self.rate = self._chunks(1)
+        self._run_chunks(1)
+        self.rate = self._run_chunks(1)
 
-    def _chunks(self, count: int) -> float:
+    def _run_chunks(self, count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
             self._state = self._step(self._state)
@@ -92,10 +93,10 @@ class Runner:
 
     def run(self, seconds: float) -> float:
         """Runs whole chunks for about `seconds` and returns environment steps per second."""
-        return self._chunks(max(1, round(seconds * self.rate / self._steps)))
+        return self._run_chunks(max(1, round(seconds * self.rate / self._steps)))
 
 
-def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
+def interleave(runners: Sequence[Runner], seconds: float, repeats: int) -> list[tuple[float, ...]]:
     """Calls `run(seconds)` of each runner in `repeats` rounds; returns their results, steps per second.
 
     Reverses the order in every other round, so that changes in the speed of the machine affect all runners.
@@ -110,24 +111,25 @@ def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tup
 def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
     """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
     steps = experiment.steps_per_iteration * experiment.members
-    done = 0
+    iterations_done = 0
 
     def step(state):
-        nonlocal done
+        nonlocal iterations_done
         state, metrics = program.run(state, chunk, chunk=chunk, donate=True)
-        if found := first_non_finite(metrics):
-            metric, within, _ = found
+        if non_finite := first_non_finite(metrics):
+            metric, offset, _ = non_finite
             raise FloatingPointError(
-                f"{experiment.name} on {experiment.env_name}: {metric!r} is not finite in iteration {done + within + 1}, so "
-                "there is nothing to measure. Use a smaller learning rate; msrl-jax train says where it comes from"
+                f"{experiment.name} on {experiment.env_name}: {metric!r} is not finite in iteration "
+                f"{iterations_done + offset + 1}, so there is nothing to measure. Use a smaller "
+                "learning rate; msrl-jax train says where it comes from"
             )
-        done += chunk
+        iterations_done += chunk
         return state
 
     return Runner(step, experiment.start(program), chunk * steps)
 
 
-def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
+def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, PyTree]:
     """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))` with donated inputs; also returns its state."""
     iteration = experiment.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
@@ -162,27 +164,27 @@ def measure(
     seconds: float,
     against: Literal["jit"] | None,
     devices: Sequence[Device] | None,
-    note: Callable[[Any], object],
+    note: Callable[[str | Measurement], object],
 ) -> Measurement:
     """Measures one setting; see `bench` for the other arguments."""
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
-    what = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
-    note(f"compiling {what}, {spec(policy)} ...")
+    setting = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
+    note(f"compiling {setting}, {spec(policy)} ...")
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     runners = [program_runner(experiment, program, chunk)]
     if against == "jit":
         runners.append(plain_runner(experiment, program, chunk))
     note(f"measuring {repeats} runs of about {seconds:g} s{' and the same number of jax.jit' if against else ''} ...")
-    runs, *others = interleave(runners, seconds, repeats)
-    where, rate = describe_devices(program.devices), statistics.median(runs)
+    runs, *plain_runs = interleave(runners, seconds, repeats)
+    used_devices, rate = describe_devices(program.devices), statistics.median(runs)
     about = {
         "algorithm": experiment.name,
         "env": experiment.env_name,
         "policy": spec(policy),
-        "platform": where["platform"],
-        "devices": where["count"],
+        "platform": used_devices["platform"],
+        "devices": used_devices["count"],
         "num_envs": num_envs,
         "unroll_length": unroll_length,
         "compile_seconds": compile_seconds,
@@ -197,14 +199,14 @@ def measure(
             "python_microseconds": dispatch.python_microseconds,
             "call_microseconds": dispatch.call_microseconds,
         }
-    if others:
+    if plain_runs:
         # XLA counts the body of a loop once and removes a loop of length 1.
         plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
         fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
-        jit_rate = statistics.median(others[0])
+        jit_rate = statistics.median(plain_runs[0])
         about |= {
             "jit_steps_per_second": jit_rate,
-            "jit_runs": others[0],
+            "jit_runs": plain_runs[0],
             "ratio": rate / jit_rate,
             "flops": fused.get("flops"),
             "jit_flops": plain.get("flops"),
@@ -225,8 +227,8 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
-    note: Callable[[Any], object] = lambda line: None,
-    **asked: Any,
+    note: Callable[[str | Measurement], object] = lambda line: None,
+    **overrides: Any,
 ) -> list[Measurement]:
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
@@ -241,7 +243,7 @@ def bench(
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
       note: called with a line of text before a setting is compiled, and before it is timed, and with each measurement.
-      **asked: arguments of `train` that determine what is computed, such as `seeds`; and other fields of the configs.
+      **overrides: arguments of `train` that determine what is computed, such as `seeds`; and other fields of the configs.
 
     Returns:
       One measurement per combination.
@@ -254,11 +256,14 @@ def bench(
     for name, values in {"algo": algo, "policy": policy}.items():
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
-    given = {"num_envs": num_envs, "unroll_length": unroll_length}
-    sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
+    grid_sizes = {"num_envs": num_envs, "unroll_length": unroll_length}
+    sizes = [
+        dict(pairs)
+        for pairs in itertools.product(*([(name, value) for value in values] for name, values in grid_sizes.items() if values))
+    ]
     grid = [
-        (make_experiment(of, on, **asked | size), get_policy(under))
-        for of, on, under, size in itertools.product(algo, env or (None,), policy, sizes)
+        (make_experiment(algorithm, environment, **overrides | size), get_policy(policy_name))
+        for algorithm, environment, policy_name, size in itertools.product(algo, env or (None,), policy, sizes)
     ]
     for experiment, _ in grid:
         if experiment.algorithm.offline:
@@ -270,9 +275,9 @@ def bench(
         experiment.compile(place, devices)
     measurements = []
     for experiment, place in grid:
-        measured = measure(experiment, place, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
-        measurements.append(measured)
-        note(measured)
+        measurement = measure(experiment, place, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
+        measurements.append(measurement)
+        note(measurement)
     return measurements
 
 
@@ -291,7 +296,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
                 "envs": str(m.num_envs),
                 "unroll": str(m.unroll_length),
                 "steps/s": f"{m.steps_per_second:,.0f}",
-                "updates/s": _rate(m.updates_per_second),
+                "updates/s": _format_rate(m.updates_per_second),
                 "spread": f"{(max(m.runs) - min(m.runs)) / m.steps_per_second:.0%}",
                 "compile s": f"{m.compile_seconds:.1f}",
             }
@@ -305,19 +310,19 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             rows[-1] |= {
                 "jit steps/s": "-" if m.jit_steps_per_second is None else f"{m.jit_steps_per_second:,.0f}",
                 "ratio": "-" if m.ratio is None else f"{m.ratio:.3f}",
-                "FLOPs": _quotient(m.flops, m.jit_flops),
-                "bytes": _quotient(m.bytes, m.jit_bytes),
+                "FLOPs": _format_ratio(m.flops, m.jit_flops),
+                "bytes": _format_ratio(m.bytes, m.jit_bytes),
             }
     settings = ("env", "policy", "devices", "envs", "unroll")
-    shared = [name for name in settings if len({row[name] for row in rows}) == 1]
-    head = [name for name in rows[0] if name not in shared]
-    above = paragraph(", ".join(f"{name} {rows[0][name]}" for name in shared))
-    return "\n".join([*above, *table(head, [[row[name] for name in head] for row in rows])])
+    shared_names = [name for name in settings if len({row[name] for row in rows}) == 1]
+    head = [name for name in rows[0] if name not in shared_names]
+    shared_lines = paragraph(", ".join(f"{name} {rows[0][name]}" for name in shared_names))
+    return "\n".join([*shared_lines, *table(head, [[row[name] for name in head] for row in rows])])
 
 
-def _rate(per_second: float) -> str:
+def _format_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def _quotient(ours: float | None, plain: float | None) -> str:
+def _format_ratio(ours: float | None, plain: float | None) -> str:
     return f"{ours / plain:.3f} x" if ours and plain else "-"

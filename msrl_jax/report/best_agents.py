@@ -4,7 +4,6 @@ import functools
 import io
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +44,21 @@ class BestAgents:
         assert run.path is not None
         write_origin(run.path, run.experiment.env_name)
         name = f"eval_{run.experiment.rank_by}"
-        found = np.atleast_1d(run.rows[-1].get(name, math.nan))
-        if np.isnan(found).all():
+        scores = np.atleast_1d(run.rows[-1].get(name, math.nan))
+        if np.isnan(scores).all():
             return
-        was = self.scores if len(self.scores) else np.full(len(found), -math.inf)
-        better = found > was
-        if not better.any():
+        best_scores = self.scores if len(self.scores) else np.full(len(scores), -math.inf)
+        is_better = scores > best_scores
+        if not is_better.any():
             return
-        taken = [_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
+        leaves = [_host_data(leaf) for leaf in run.experiment.behavior.take(run.acting_state())]
         if run.experiment.has_members:
-            taken = [np.where(_along(better, x), x, y) for x, y in zip(taken, self.leaves or taken, strict=True)]
-        self.leaves = taken
-        self.scores = np.where(better, found, was)
-        self.steps = np.where(better, run.step, self.steps if len(self.steps) else 0)
+            leaves = [
+                np.where(_broadcast_flags(is_better, x), x, y) for x, y in zip(leaves, self.leaves or leaves, strict=True)
+            ]
+        self.leaves = leaves
+        self.scores = np.where(is_better, scores, best_scores)
+        self.steps = np.where(is_better, run.step, self.steps if len(self.steps) else 0)
         with replacing(run.path / _BEST) as partial, partial.open("wb") as file:
             np.savez(file, *self.leaves, scores=self.scores, steps=self.steps)
 
@@ -83,7 +84,7 @@ class BestAgents:
         best = scores.max(axis=0)
         steps = np.where(best > -math.inf, result.history["step"][scores.argmax(axis=0)], 0)
         if not np.array_equal(best, self.scores) or not np.array_equal(steps, self.steps):
-            raise _unusable(result.experiment, "is of another run")
+            raise _unusable_error(result.experiment, "is of another run")
 
     def play(self, experiment: Experiment, episodes: int) -> np.ndarray:
         """Returns the mean score of each member over greedy episodes, with other keys than in its evaluations. `[M]`"""
@@ -93,34 +94,34 @@ class BestAgents:
         try:
             key = (jax.vmap(fold) if many else fold)(experiment.key)
             shapes = [np.shape(x)[many:] for x in self.leaves]
-            wanted = [jax.eval_shape(_data_of, like).shape for like in behavior.taken]
-            if shapes != wanted or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
-                raise _unusable(experiment, "is of another agent")
+            expected_shapes = [jax.eval_shape(_key_data, leaf_type).shape for leaf_type in behavior.leaf_types]
+            if shapes != expected_shapes or (many and {len(x) for x in self.leaves} - {experiment.seeds}):
+                raise _unusable_error(experiment, "is of another agent")
             if any(np.isnan(x).any() for x in self.leaves if np.issubdtype(x.dtype, np.floating)):
-                raise _unusable(experiment, "has nan")
-            leaves = [_leaf(x, like) for x, like in zip(self.leaves, behavior.taken, strict=True)]
-            return np.atleast_1d(evaluator.of(leaves, key).means[f"eval_{experiment.rank_by}"])
+                raise _unusable_error(experiment, "has nan")
+            leaves = [_device_leaf(x, leaf_type) for x, leaf_type in zip(self.leaves, behavior.leaf_types, strict=True)]
+            return np.atleast_1d(evaluator.evaluate_leaves(leaves, key).means[f"eval_{experiment.rank_by}"])
         finally:
             close_simulators(evaluator.env)
 
 
-def _unusable(experiment: Experiment, fact: str) -> RecordError:
+def _unusable_error(experiment: Experiment, fact: str) -> RecordError:
     name = f"{_BEST} of the seeds from {experiment.seed} on"
     return RecordError(f"{name} {fact}; delete its folder, and reproduce it again")
 
 
-def _data(leaf: jax.Array) -> np.ndarray:
-    return np.asarray(_data_of(leaf))
+def _host_data(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(_key_data(leaf))
 
 
-def _data_of(leaf: jax.Array) -> jax.Array:
+def _key_data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def _leaf(data: np.ndarray, like: Any) -> jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(like)) if is_key(like) else jnp.asarray(data)
+def _device_leaf(data: np.ndarray, leaf_type: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=key_impl(leaf_type)) if is_key(leaf_type) else jnp.asarray(data)
 
 
-def _along(which: np.ndarray, like: np.ndarray) -> np.ndarray:
+def _broadcast_flags(flags: np.ndarray, leaf: np.ndarray) -> np.ndarray:
     """Reshapes flags of members to broadcast against arrays with a leading dimension of members."""
-    return which.reshape(-1, *[1] * (like.ndim - 1))
+    return flags.reshape(-1, *[1] * (leaf.ndim - 1))

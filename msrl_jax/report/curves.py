@@ -1,18 +1,19 @@
 """Curves of several seeds: their mean and its interval, and figures of them as SVG."""
 
-import argparse
 import contextlib
 import io
 import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from msrl_jax.fragments.support.compiling import MOST_CPU_DEVICES, use_cpu_devices
 from msrl_jax.report.statistics import Estimate, estimate, mean
 from msrl_jax.run.evaluation.history import last_known
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _POINTS = 50  # of a curve in a figure
 
@@ -31,28 +32,28 @@ def mean_curve(
       Steps, the mean over the seeds, and the ends of its 95% interval, nan with one seed. `[N]` each
     """
     groups = np.array_split(np.arange(len(values)), min(_POINTS, max(len(values), 1)))
-    means = np.array([[_known(column) for column in values[rows].T] for rows in groups])
-    known = last_known(means)  # where no episode ended, use the last mean
-    found = [(rows[-1], row) for rows, row in zip(groups, known, strict=True) if not np.isnan(row).any()]
-    each = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in found]
-    middle, low, high = (np.array([getattr(x, name) for x in each]) for name in ("value", "low", "high"))
-    return np.asarray(steps)[[row for row, _ in found]], middle, low, high
+    means = np.array([[_known_mean(column) for column in values[rows].T] for rows in groups])
+    known_means = last_known(means)  # where no episode ended, use the last mean
+    points = [(rows[-1], row) for rows, row in zip(groups, known_means, strict=True) if not np.isnan(row).any()]
+    estimates = [Estimate(row.mean(), row.min(), row.max()) if spread else estimate([row], mean) for _, row in points]
+    middle, low, high = (np.array([getattr(interval, name) for interval in estimates]) for name in ("value", "low", "high"))
+    return np.asarray(steps)[[row for row, _ in points]], middle, low, high
 
 
-def _known(values: np.ndarray) -> float:
+def _known_mean(values: np.ndarray) -> float:
     """Returns the mean of known values; nan if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else np.nan
+    known_values = values[~np.isnan(values)]
+    return float(known_values.mean()) if len(known_values) else np.nan
 
 
-def styled() -> contextlib.AbstractContextManager[Any]:
+def styled() -> contextlib.AbstractContextManager[None]:
     """Returns a context in which figures look the same on every machine."""
     import matplotlib  # a slow import
 
     return matplotlib.rc_context({"svg.hashsalt": "msrl_jax", "svg.fonttype": "none", "font.size": 9})
 
 
-def figure_of(panels: int) -> tuple[Any, Any]:
+def figure_of(panels: int) -> tuple["Figure", np.ndarray]:
     """Makes a figure with panels in one column; returns the figure and the panels."""
     from matplotlib.figure import Figure
 
@@ -60,13 +61,15 @@ def figure_of(panels: int) -> tuple[Any, Any]:
     return figure, figure.subplots(panels, squeeze=False)[:, 0]
 
 
-def draw_curve(panel: Any, label: str, number: int, steps: Any, middle: Any, low: Any, high: Any) -> None:
+def draw_curve(
+    panel: "Axes", label: str, number: int, steps: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> None:
     """Draws a curve and its interval in the colour of its number; a single point is a dot."""
     panel.plot(steps, middle, color=f"C{number % 10}", label=label, lw=1.4, marker="o" if len(steps) == 1 else "")
     panel.fill_between(steps, low, high, color=f"C{number % 10}", alpha=0.2, lw=4 * (len(steps) == 1))
 
 
-def finished(figure: Any) -> Any:
+def finished(figure: "Figure") -> "Figure":
     """Adds grids and legends to a figure, and returns it."""
     for panel in figure.axes:
         panel.grid(alpha=0.3)
@@ -75,36 +78,12 @@ def finished(figure: Any) -> Any:
     return figure
 
 
-def svg_of(figure: Any) -> str:
+def svg_of(figure: "Figure") -> str:
     """Returns a figure as SVG: the same text for the same data."""
     stream = io.StringIO()
     with styled():
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()
-
-
-def new_file(text: str) -> Path:
-    """Parses the file of a figure for `argparse`; rejects a file in a missing folder before any work is done."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder; give a file in it" if path.is_dir() else f"needs the folder {path.parent}; create it first"
-        raise argparse.ArgumentTypeError(f"{text} {what}")
-    return path
-
-
-def positive(text: str) -> int:
-    """Parses a number of seeds, episodes or steps for `argparse`."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text}: use an integer of at least 1")
-    return int(text)
-
-
-def cpu_devices(text: str) -> int:
-    """Parses a number of virtual CPU devices for `argparse`, and configures JAX to start with them."""
-    if positive(text) > MOST_CPU_DEVICES:
-        raise argparse.ArgumentTypeError(f"{text}: use at most {MOST_CPU_DEVICES}")
-    use_cpu_devices(int(text))
-    return int(text)
 
 
 def inline(svg: str) -> str:

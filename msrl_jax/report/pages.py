@@ -78,26 +78,26 @@ class ResultRow:
     @property
     def files(self) -> Files:
         """The files that show it."""
-        return _files(self.recipe)
+        return _files_of(self.recipe)
 
     def cells(self, link: str = "") -> list[str]:
         """Returns the cells of a table row; the recipe's name links to `link`, by default to the page of its algorithm."""
-        record, name, others = self.record, self.recipe.name, "<br>".join(map(_published, self.published)) or "-"
+        record, name, published = self.record, self.recipe.name, "<br>".join(map(_format_published, self.published)) or "-"
         return [
             f"[{name}]({link or f'{self.files.algorithm}#{name}'})",
             self.env,
             f"{self.recipe.values['total_steps']:,}",
             str(_mean(record.last)),
             str(_mean(record.best)),
-            others,
+            published,
             f"{record.seconds['wall']:,.0f} s, {len(record.seeds)} seeds, {record.place}",
         ]
 
     def below(self) -> list[str]:
         """Compares our return with each higher published one, and says what may explain the difference."""
-        higher = [(row, score) for row in self.published if (score := _ours(self.record, row)).value < row["value"]]
+        higher = [(row, score) for row in self.published if (score := _our_estimate(self.record, row)).value < row["value"]]
         return [
-            f"{score} against {_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
+            f"{score} against {_format_published(row)}{', within the interval' if row['value'] <= score.high else ''}. "
             f"{row.get('remark', '')}".rstrip()
             for row, score in higher
         ]
@@ -112,30 +112,30 @@ def rows(records: Path | None = None) -> list[ResultRow]:
     place = recipes.records_folder(records)
     if place is None:
         raise ValueError(recipes.NO_RECORDS)
-    others = place / _PUBLISHED
-    published = tomllib.loads(others.read_text("utf-8"))["row"] if others.exists() else []
-    found = []
+    file = place / _PUBLISHED
+    published = tomllib.loads(file.read_text("utf-8"))["row"] if file.exists() else []
+    result_rows = []
     for recipe in map(recipes.find, recipes.names()):
         if (record := recipes.record_of(recipe, place)) is not None:
             row = ResultRow(recipe, record, ())
-            found.append(dataclasses.replace(row, published=tuple(_beside(row, published))))
-    return found
+            result_rows.append(dataclasses.replace(row, published=tuple(_published_results(row, published))))
+    return result_rows
 
 
-def _beside(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _published_results(mine: ResultRow, published: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields published results for a recipe: at equal or unknown steps, or with a higher return at fewer steps."""
     steps = int(mine.recipe.values["total_steps"])
-    same = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
-    own = [row for row in same if row.get("variant") == mine.variant]
-    for row in own or [row for row in same if "variant" not in row]:
+    candidates = [row for row in published if (row["algo"], row["env"]) == (mine.algo, mine.env)]
+    variant_rows = [row for row in candidates if row.get("variant") == mine.variant]
+    for row in variant_rows or [row for row in candidates if "variant" not in row]:
         theirs = row.get("steps", steps)
         if abs(theirs - steps) <= _SAME_LENGTH * steps:
             yield row
-        elif theirs < steps and row["value"] > _ours(mine.record, row).value:
+        elif theirs < steps and row["value"] > _our_estimate(mine.record, row).value:
             yield row | {"about": ", ".join(filter(None, (row.get("about"), f"after {theirs:,} steps")))}
 
 
-def _ours(record: Record, row: dict[str, Any]) -> Estimate:
+def _our_estimate(record: Record, row: dict[str, Any]) -> Estimate:
     """Returns the estimate to compare with a published return."""
     return _mean(record.last if row["score"] == "training" else record.best)
 
@@ -154,18 +154,18 @@ def write_pages(folder: Path, records: Path | None = None) -> list[Path]:
       ValueError: as `check_pages` and `rows`.
     """
     check_pages(folder)
-    found = rows(records)
-    texts = {folder / _INDEX: index(found)}
-    for algo, own in _grouped(found, lambda row: row.algo):
-        texts[folder / own[0].files.algorithm] = _algorithm(algo, own)
-        texts |= {folder / row.files.curve: _figure([(row.algo, row)], row) for row in own}
-    for suite, own in _grouped(found, lambda row: row.suite):
-        texts[folder / own[0].files.suite] = _suite(suite, own)
-        for _, each in _grouped(own, lambda row: row.env):
-            texts[folder / each[0].files.curves] = _figure([(row.recipe.name, row) for row in each], each[0])
-    for old in {*folder.glob("*.md"), *folder.glob("*.svg")} - texts.keys():
-        if _is_ours(old):
-            old.unlink()
+    result_rows = rows(records)
+    texts = {folder / _INDEX: index(result_rows)}
+    for algo, group in _group_rows(result_rows, lambda row: row.algo):
+        texts[folder / group[0].files.algorithm] = _algorithm_page(algo, group)
+        texts |= {folder / row.files.curve: _curves_svg([(row.algo, row)], row) for row in group}
+    for suite, group in _group_rows(result_rows, lambda row: row.suite):
+        texts[folder / group[0].files.suite] = _suite_page(suite, group)
+        for _, env_rows in _group_rows(group, lambda row: row.env):
+            texts[folder / env_rows[0].files.curves] = _curves_svg([(row.recipe.name, row) for row in env_rows], env_rows[0])
+    for old_file in {*folder.glob("*.md"), *folder.glob("*.svg")} - texts.keys():
+        if _is_ours(old_file):
+            old_file.unlink()
     for path, text in texts.items():
         write_text(path, f"{text}{_MARK}\n")
     return list(texts)
@@ -180,14 +180,14 @@ def check_pages(folder: Path) -> None:
         raise ValueError(f"--pages cannot create {folder} ({error.strerror}); choose another folder") from None
     _check_ours(folder / _INDEX)
     for name in recipes.names():
-        for file in _files(recipes.find(name)):
+        for file in _files_of(recipes.find(name)):
             _check_ours(folder / file)
 
 
-def _files(recipe: Recipe) -> Files:
+def _files_of(recipe: Recipe) -> Files:
     env = str(recipe.values["env"])
-    suite = _file(_title(env))
-    return Files(f"{recipe.values['algo']}.md", f"{recipe.name}.svg", f"{suite}.md", f"{suite}-{_file(env)}.svg")
+    suite = _file_stem(_title(env))
+    return Files(f"{recipe.values['algo']}.md", f"{recipe.name}.svg", f"{suite}.md", f"{suite}-{_file_stem(env)}.svg")
 
 
 def _title(env: str) -> str:
@@ -207,14 +207,14 @@ def _is_ours(path: Path) -> bool:
     return path.is_file() and path.read_bytes().rstrip().endswith(_MARK.encode())
 
 
-def _grouped(found: Iterable[ResultRow], key: Callable[[ResultRow], str]) -> list[tuple[str, list[ResultRow]]]:
+def _group_rows(result_rows: Iterable[ResultRow], key: Callable[[ResultRow], str]) -> list[tuple[str, list[ResultRow]]]:
     groups: dict[str, list[ResultRow]] = {}
-    for row in found:
+    for row in result_rows:
         groups.setdefault(key(row), []).append(row)
     return sorted(groups.items())
 
 
-def _file(name: str) -> str:
+def _file_stem(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -222,34 +222,34 @@ def _mean(scores: Sequence[float]) -> Estimate:
     return estimate([np.array(scores)], mean)
 
 
-def _published(row: dict[str, Any]) -> str:
+def _format_published(row: dict[str, Any]) -> str:
     spread = f" ± {row['spread']:g}" if "spread" in row else ""
     about = [row["score"], row.get("about"), None if "steps" in row else "steps not told"]
     about += [f"{row['minutes']:g} min a seed"] if "minutes" in row else []
     return f"{row['value']:g}{spread} [{row['source']}]({row['url']}), {', '.join(filter(None, about))}"
 
 
-def _table(cells: Iterable[Sequence[str]]) -> str:
-    return "\n".join(["", _line(_HEAD), "|---" * len(_HEAD) + "|", *map(_line, cells), ""])
+def _format_table(cells: Iterable[Sequence[str]]) -> str:
+    return "\n".join(["", _format_line(_HEAD), "|---" * len(_HEAD) + "|", *map(_format_line, cells), ""])
 
 
-def _line(cells: Sequence[str]) -> str:
+def _format_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def index(found: Sequence[ResultRow], *, alone: bool = False) -> str:
+def index(result_rows: Sequence[ResultRow], *, alone: bool = False) -> str:
     """Makes the page of all recipes.
 
     Args:
-      found: the recipes and their records.
+      result_rows: the recipes and their records.
       alone: whether the pages of algorithms and suites are missing, as for `benchmarks/records/README.md` of the repository;
         the recipes then link to their files.
 
     Returns:
       The page as Markdown.
     """
-    algorithms = [f"[{algo}]({own[0].files.algorithm})" for algo, own in _grouped(found, lambda row: row.algo)]
-    others = [
+    algorithms = [f"[{algo}]({group[0].files.algorithm})" for algo, group in _group_rows(result_rows, lambda row: row.algo)]
+    site_lines = [
         "The site has curves, and a page for each algorithm and suite: `python -m sphinx -W -b html docs build/site`",
         "builds it; `msrl-jax reproduce --pages FOLDER` writes these pages alone.",
     ]
@@ -260,22 +260,22 @@ def index(found: Sequence[ResultRow], *, alone: bool = False) -> str:
         "`msrl-jax train --recipe ppo-cartpole` trains one seed; `msrl-jax reproduce ppo-cartpole` trains all seeds and says",
         f"whether the scores [agree]({'../../docs' if alone else '..'}/results.md#reproducing) with the table.",
         "",
-        *(others if alone else [f"By algorithm: {', '.join(algorithms)}"]),
+        *(site_lines if alone else [f"By algorithm: {', '.join(algorithms)}"]),
         "",
         _ABOUT,
     ]
-    for suite, own in _grouped(found, lambda row: row.suite):
-        curves = [] if alone else ["", f"[The curves side by side]({own[0].files.suite})"]
-        links = [f"../../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in own]
-        parts += ["", f"## {suite}", *curves, _table(row.cells(link) for row, link in zip(own, links, strict=True))]
-    if below := [f"- {row.recipe.name}: {each}" for row in found for each in row.below()]:
-        parts += ["## Where others are better", "", *below, ""]
+    for suite, group in _group_rows(result_rows, lambda row: row.suite):
+        curves = [] if alone else ["", f"[The curves side by side]({group[0].files.suite})"]
+        links = [f"../../msrl_jax/recipes/{row.recipe.path.name}" if alone else "" for row in group]
+        parts += ["", f"## {suite}", *curves, _format_table(row.cells(link) for row, link in zip(group, links, strict=True))]
+    if comparisons := [f"- {row.recipe.name}: {comparison}" for row in result_rows for comparison in row.below()]:
+        parts += ["## Where others are better", "", *comparisons, ""]
     return "\n".join(parts)
 
 
-def _algorithm(algo: str, found: Sequence[ResultRow]) -> str:
-    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _table(row.cells() for row in found)]
-    for row in found:
+def _algorithm_page(algo: str, result_rows: Sequence[ResultRow]) -> str:
+    parts = [f"# Results of {algo}", "", _BACK, "", _ABOUT, _format_table(row.cells() for row in result_rows)]
+    for row in result_rows:
         record, name = row.record, row.recipe.name
         packages = ["jax", *(catalog.packages_of(row.env) or ["gymnax"]), "msrl-jax"]
         versions = ", ".join(f"{package} {record.versions[package]}" for package in packages if package in record.versions)
@@ -289,33 +289,33 @@ def _algorithm(algo: str, found: Sequence[ResultRow]) -> str:
             "",
             f"![{name}]({row.files.curve})",
             "",
-            f"`msrl-jax reproduce {name}{_enough(record)}`; {settings}.",
+            f"`msrl-jax reproduce {name}{_seeds_option(record)}`; {settings}.",
             f"Seeds {record.seeds[0]} to {record.seeds[-1]}, {record.date}, {versions}, commit {record.commit or 'unknown'}.",
             f"On {hardware}: {parts_of_time}.",
-            *(f"Below others: {each}" for each in row.below()),
+            *(f"Below others: {comparison}" for comparison in row.below()),
             "",
         ]
     return "\n".join(parts)
 
 
-def _enough(record: Record) -> str:
+def _seeds_option(record: Record) -> str:
     """Returns the option that is needed for enough seeds to compare, if the record has few seeds."""
     count = fewest(len(record.seeds))
     return f" --seeds {count}" if count and count > len(record.seeds) else ""
 
 
-def _suite(suite: str, found: Sequence[ResultRow]) -> str:
+def _suite_page(suite: str, result_rows: Sequence[ResultRow]) -> str:
     parts = [f"# Results on {suite}", "", _BACK, "", _ABOUT]
-    for env, own in _grouped(found, lambda row: row.env):
-        parts += ["", f"## {env}", "", f"![{env}]({own[0].files.curves})", _table(row.cells() for row in own)]
-    return "\n".join([*parts, *_improvements(found), ""])
+    for env, group in _group_rows(result_rows, lambda row: row.env):
+        parts += ["", f"## {env}", "", f"![{env}]({group[0].files.curves})", _format_table(row.cells() for row in group)]
+    return "\n".join([*parts, *_improvement_tables(result_rows), ""])
 
 
-def _improvements(found: Sequence[ResultRow]) -> list[str]:
+def _improvement_tables(result_rows: Sequence[ResultRow]) -> list[str]:
     """Makes a table of every pair of variants with common environments at equal steps; empty if there are none."""
     scores = {
-        variant: {(row.env, row.recipe.values["total_steps"]): row for row in own}
-        for variant, own in _grouped(found, lambda row: row.variant)
+        variant: {(row.env, row.recipe.values["total_steps"]): row for row in group}
+        for variant, group in _group_rows(result_rows, lambda row: row.variant)
     }
 
     def cell(ours: str, theirs: str, score: str) -> str:
@@ -323,14 +323,14 @@ def _improvements(found: Sequence[ResultRow]) -> list[str]:
         if not tasks:
             return ""
         pairs = ([np.array(getattr(scores[name][task].record, score)) for task in tasks] for name in (ours, theirs))
-        found = probability_of_improvement(*pairs)
-        return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}] ({len(tasks)})"
+        probability = probability_of_improvement(*pairs)
+        return f"{probability.value:.2f} [{probability.low:.2f}, {probability.high:.2f}] ({len(tasks)})"
 
     def lines(title: str, score: str) -> list[str]:
-        cells = [_line([name, *(cell(name, other, score) for other in scores)]) for name in scores]
-        return ["", f"### {title}", "", _line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
+        cells = [_format_line([name, *(cell(name, other, score) for other in scores)]) for name in scores]
+        return ["", f"### {title}", "", _format_line(["", *scores]), "|---" * (len(scores) + 1) + "|", *cells]
 
-    tasks = [task for each in scores.values() for task in each]
+    tasks = [task for tasks_of_variant in scores.values() for task in tasks_of_variant]
     if len(tasks) == len(set(tasks)):  # no task has two variants
         return []
     return [
@@ -348,11 +348,11 @@ def _improvements(found: Sequence[ResultRow]) -> list[str]:
 
 def curve(record: Record) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns the curve of a record: steps, the mean over the seeds, and the ends of its 95% interval. `[N]` each"""
-    returns = np.array([[np.nan if x is None else x for x in seed] for seed in record.returns], float).T
+    returns = np.array([[np.nan if value is None else value for value in seed] for seed in record.returns], float).T
     return mean_curve(record.steps, returns)
 
 
-def _figure(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
+def _curves_svg(curves: Sequence[tuple[str, ResultRow]], about: ResultRow) -> str:
     """Makes a figure as SVG with the checksums of its records; the same records give the same text."""
     with styled():
         figure, (panel,) = figure_of(1)

@@ -81,24 +81,26 @@ class Profile:
     @property
     def shares(self) -> dict[str, float]:
         """The phases as fractions of the total time."""
-        whole = sum(self.phases.values())
-        return {phase: seconds / whole for phase, seconds in self.phases.items()}
+        total = sum(self.phases.values())
+        return {phase: seconds / total for phase, seconds in self.phases.items()}
 
     def __str__(self) -> str:
         sums = f"{abs(self.error):.1%} {'more' if self.error > 0 else 'less'}"
         head = (
-            f"{self.title}, {self.policy}: {_milliseconds(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
+            f"{self.title}, {self.policy}: {_format_time(self.seconds)} an iteration; tracing took {self.overhead:.0%} more, "
             f"which is subtracted; the rest sums to {sums} than without a trace"
         )
         if abs(self.error) > _LARGE:
             head += ". That is a large error: the machine may do other work. Measure again, with more repeats or iterations"
-        whole, rows = sum(self.phases.values()), []
+        total, rows = sum(self.phases.values()), []
         for phase, seconds in self.phases.items():
             parts = [part for part in self.parts if part.phase == phase]
-            rows.append([phase, _milliseconds(seconds), f"{seconds / whole:.1%}", _count(sum(p.operations for p in parts))])
+            rows.append(
+                [phase, _format_time(seconds), f"{seconds / total:.1%}", _format_count(sum(p.operations for p in parts))]
+            )
             for part in parts if parts[0].fragment else ():
-                share = f"{part.seconds / whole:.1%}"
-                rows.append([f"  {part.fragment}", _milliseconds(part.seconds), share, _count(part.operations)])
+                share = f"{part.seconds / total:.1%}"
+                rows.append([f"  {part.fragment}", _format_time(part.seconds), share, _format_count(part.operations)])
         return "\n".join([head, *table(["phase", "time", "share", "operations"], rows)])
 
     def _repr_html_(self) -> str:
@@ -115,13 +117,13 @@ class Profile:
         """Makes a profile from the output of `to_dict`."""
         names = [field.name for field in dataclasses.fields(cls) if field.name not in ("parts", "events")]
         fields: dict[str, Any] = {name: data[name] for name in names}
-        made = cls(parts=tuple(FragmentTime(**part) for part in data["parts"]), **fields)
-        numbers = [made.seconds, made.overhead, made.error]
-        numbers += [x for part in made.parts for x in (part.seconds, part.operations)]
-        phases = {part.phase for part in made.parts}
-        if not phases or not phases <= {*PHASES} or not all(math.isfinite(x) for x in numbers):
+        loaded = cls(parts=tuple(FragmentTime(**part) for part in data["parts"]), **fields)
+        numbers = [loaded.seconds, loaded.overhead, loaded.error]
+        numbers += [number for part in loaded.parts for number in (part.seconds, part.operations)]
+        phases = {part.phase for part in loaded.parts}
+        if not phases or not phases <= {*PHASES} or not all(math.isfinite(number) for number in numbers):
             raise ValueError("its times of phases are invalid")
-        return made
+        return loaded
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the profile to a file.
@@ -152,29 +154,29 @@ def check_profile(path: Path) -> None:
     check_target("profile", path, (".gz",) if path.name.lower().endswith(".trace.json.gz") else (".svg", ".json"))
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     return f"{number:,.0f}" if number else ""
 
 
-def profiles_figure(found: Mapping[str, Profile]) -> "Figure":
+def profiles_figure(profiles: Mapping[str, Profile]) -> "Figure":
     """Draws a named bar for each profile: the share of every phase, and the time of an iteration."""
     with styled():
         figure, (panel,) = figure_of(1)
-        figure.set_size_inches(7, 1.3 + 0.45 * len(found))
-        lefts = dict.fromkeys(found, 0.0)
+        figure.set_size_inches(7, 1.3 + 0.45 * len(profiles))
+        lefts = dict.fromkeys(profiles, 0.0)
         for number, phase in enumerate(PHASES):
-            widths = [100 * each.shares.get(phase, 0.0) for each in found.values()]
+            widths = [100 * profile.shares.get(phase, 0.0) for profile in profiles.values()]
             if not any(widths):
                 continue
             grey = {"idle": "0.85", "outside of fragments": "0.6", "not attributed": "0.4"}.get(phase)
-            panel.barh(list(found), widths, left=list(lefts.values()), label=phase, color=grey or f"C{number}")
-            lefts = {name: left + width for (name, left), width in zip(lefts.items(), widths, strict=True)}
-        for name, each in found.items():
-            panel.text(101, name, _milliseconds(each.seconds), va="center", fontsize=8)
+            panel.barh(list(profiles), widths, left=list(lefts.values()), label=phase, color=grey or f"C{number}")
+            lefts = {name: start + width for (name, start), width in zip(lefts.items(), widths, strict=True)}
+        for name, profile in profiles.items():
+            panel.text(101, name, _format_time(profile.seconds), va="center", fontsize=8)
         panel.set(xlabel="% of the time of an iteration", xlim=(0, 113), xticks=range(0, 101, 20))
         panel.invert_yaxis()
         figure.legend(*panel.get_legend_handles_labels(), fontsize=8, ncols=5, loc="outside upper center")

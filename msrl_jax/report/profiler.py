@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from msrl_jax import policies
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.measure import named_in_traces
 from msrl_jax.fragments.passes.instructions import RunProgram
 from msrl_jax.fragments.placement import HOST, Device, DistributionPolicy
@@ -47,7 +48,7 @@ def profile(
     repeats: int = 3,
     trust: bool = False,
     note: Callable[[str], object] = lambda line: None,
-    **asked: Any,
+    **overrides: Any,
 ) -> Profile:
     """Profiles the training time by phase and by fragment (RL-Scope, arXiv 2102.04285).
 
@@ -60,7 +61,7 @@ def profile(
       repeats: number of calibration measurements, and of measurements; each is a run with a trace and one without.
       trust: whether the policy of a profiled run may come from a module that its folder names, as in `Result.load`.
       note: called with a line of text before programs are compiled, and before they are measured.
-      **asked: arguments of `train` that determine what is computed, such as `seeds`; and fields of the algorithm's config.
+      **overrides: arguments of `train` that determine what is computed, such as `seeds`; and fields of the algorithm's config.
 
     Returns:
       The profile.
@@ -71,26 +72,29 @@ def profile(
     """
     iterations, repeats = _whole_numbers(iterations, repeats)
     if isinstance(algo, Result):
-        if asked or policy is not None:
+        if overrides or policy is not None:
             raise ValueError("a run says what is profiled; leave out the policy and all that it was trained with")
         experiment = algo.experiment
-        chosen, devices = place_of(algo, devices, trust=trust)
+        resolved_policy, devices = place_of(algo, devices, trust=trust)
     else:
-        experiment = make_experiment(algo, env, **asked)
-        chosen = policies.get(policy or experiment.usual_policy)
-    program = experiment.compile(chosen, devices)
-    where = describe_devices(program.devices)
+        experiment = make_experiment(algo, env, **overrides)
+        resolved_policy = policies.get(policy or experiment.usual_policy)
+    program = experiment.compile(resolved_policy, devices)
+    used_devices = describe_devices(program.devices)
     title = f"{experiment.name} on {experiment.env_name}, {experiment.steps_per_iteration:,} {experiment.agent.unit} each"
-    note(f"compiling {title}, {spec(chosen)} ...")
+    note(f"compiling {title}, {spec(resolved_policy)} ...")
     state = experiment.start(program)
-    name = f"{spec(chosen)} on {where['count']} {where['platform']} device{'s' * (where['count'] > 1)}"
+    name = (
+        f"{spec(resolved_policy)} on {used_devices['count']} {used_devices['platform']} "
+        f"device{'s' * (used_devices['count'] > 1)}"
+    )
     return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, note=note)
 
 
 @entry
 def profile_program(
     program: Program,
-    state: Any,
+    state: PyTree,
     *,
     title: str = "a program",
     policy: str | None = None,
@@ -121,24 +125,24 @@ def profile_program(
     with named_in_traces(program):
         runner.plain(1)
         seconds = runner.plain(1)
-        first = runner.traced(1)
-        fitting = min(_EVENTS / max(first.number, 1), _SECONDS / max(seconds, 1e-9))
-        count = iterations or max(1, min(_ITERATIONS, int(fitting)))
+        first_trace = runner.traced(1)
+        max_count = min(_EVENTS / max(first_trace.number, 1), _SECONDS / max(seconds, 1e-9))
+        count = iterations or max(1, min(_ITERATIONS, int(max_count)))
         note(f"measuring {4 * repeats} times {count} iterations ...")
-        pairs = [_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
+        pairs = [_run_pair(runner, count, reverse=bool(i // 2 % 2)) for i in range(2 * repeats)]
     # Use medians, because other load on the machine makes single runs longer.
-    calibration, measured = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)
-    without = statistics.median(plain for plain, _ in calibration)
-    with_trace = statistics.median(traced.seconds for _, traced in calibration)
-    traced = measured[len(measured) // 2][1]
-    each = (with_trace - without) / statistics.median(traced.number for _, traced in calibration)
-    overhead = min(max(each, 0.0), _MOST_EACH) * traced.number
-    whose = _Whose(program, traced.spans)
-    events = tuple((span, key[1] if (key := whose(span)) else None) for span in traced.spans)
+    calibration, measured_pairs = pairs[::2], sorted(pairs[1::2], key=lambda pair: pair[1].seconds)
+    plain_seconds = statistics.median(plain for plain, _ in calibration)
+    traced_seconds = statistics.median(traced.seconds for _, traced in calibration)
+    traced = measured_pairs[len(measured_pairs) // 2][1]
+    seconds_per_event = (traced_seconds - plain_seconds) / statistics.median(traced.number for _, traced in calibration)
+    overhead = min(max(seconds_per_event, 0.0), _MOST_EACH) * traced.number
+    key_of = _Whose(program, traced.spans)
+    events = tuple((span, key[1] if (key := key_of(span)) else None) for span in traced.spans)
     numbers = collections.Counter(key for _, key in events if key)
-    times = without_overhead(divided(list(activities(traced.spans, whose)), traced.seconds), numbers, overhead)
+    times = without_overhead(divided(list(activities(traced.spans, key_of)), traced.seconds), numbers, overhead)
     order = sorted(times, key=lambda key: (PHASES.index(key[0]), -times[key]))
-    plain = statistics.median(plain for plain, _ in measured)
+    plain = statistics.median(plain for plain, _ in measured_pairs)
     return Profile(
         title=title,
         policy=policy or str(program.layout.policy),
@@ -164,7 +168,7 @@ class _Traced(NamedTuple):
 class _Runner:
     """Runs iterations; every call resumes where the last one ended."""
 
-    def __init__(self, program: Program, state: Any):
+    def __init__(self, program: Program, state: PyTree):
         self._program = program
         self._state, _ = program.run(state, 1, chunk=_ITERATIONS)
 
@@ -184,7 +188,7 @@ class _Runner:
         return _Traced(next(span.end for span in spans if span.name == "window"), spans, number)
 
 
-def _pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
+def _run_pair(runner: _Runner, count: int, *, reverse: bool) -> tuple[float, _Traced]:
     """Runs without a trace and with one, in either order, so that a machine that slows down affects both."""
     if reverse:
         traced = runner.traced(count)
@@ -197,35 +201,35 @@ class _Whose:
 
     def __init__(self, program: Program, spans: Sequence[Span]):
         fragments = fragment_plans(program.traced.jaxpr.jaxpr, program.layout)
-        own = [f for f in fragments if f.role != HOST]  # functions of the host are not part of programs
-        self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in own}
+        device_fragments = [f for f in fragments if f.role != HOST]  # functions of the host are not part of programs
+        self._phases = {f.name: _OF_ROLE.get(f.role.partition(":")[0], "others") for f in device_fragments}
         self._operations: dict[str, dict[str, Operation]] = {}
         self._alone: dict[str, str | None] = {}  # the fragment of programs that consist of one fragment
         for i, compiled in program.programs(_ITERATIONS):
             module = module_of(compiled)
-            name, found = module.name, operations(module, self._phases)
-            inside = i.fragments if isinstance(i, RunProgram) and not program.is_fused else ()
+            name, module_operations = module.name, operations(module, self._phases)
+            fragments_inside = i.fragments if isinstance(i, RunProgram) and not program.is_fused else ()
             if not isinstance(i, RunProgram):
-                found = {op: operation._replace(kind="transfer") for op, operation in found.items()}
-            self._operations.setdefault(name, {}).update(found)
-            self._alone[name] = inside[0] if len(inside) == 1 else None
+                module_operations = {op: operation._replace(kind="transfer") for op, operation in module_operations.items()}
+            self._operations.setdefault(name, {}).update(module_operations)
+            self._alone[name] = fragments_inside[0] if len(fragments_inside) == 1 else None
         # Loops and calls whose parts are in the trace. XLA compiles small loops as a whole; these are single operations.
         self._known: dict[tuple[str, str], tuple[int, Key] | None] = {}
-        self._holders = {(span.program, holder) for span in spans for holder in self._around(span)}
+        self._holders = {(span.program, holder) for span in spans for holder in self._enclosing(span)}
 
-    def _around(self, span: Span) -> Iterator[str]:
-        found = self._operations.get(span.program, {})
+    def _enclosing(self, span: Span) -> Iterator[str]:
+        program_operations = self._operations.get(span.program, {})
         name = span.name
-        while name in found and (name := found[name].holder):
+        while name in program_operations and (name := program_operations[name].holder):
             yield name
 
-    def _inside(self, span: Span) -> set[str | None]:
+    def _fragments_inside(self, span: Span) -> set[str | None]:
         """Returns the fragments of the operations inside an operation."""
-        found = self._operations[span.program]
-        held = {span.name}
-        while more := {name for name, operation in found.items() if operation.holder in held} - held:
-            held |= more
-        return {found[name].fragment for name in held}
+        program_operations = self._operations[span.program]
+        names = {span.name}
+        while inner_names := {name for name, operation in program_operations.items() if operation.holder in names} - names:
+            names |= inner_names
+        return {program_operations[name].fragment for name in names}
 
     def __call__(self, span: Span) -> tuple[int, Key] | None:
         """Returns the level and the key of an operation; None for an operation that only contains others, and for host time."""
@@ -233,10 +237,10 @@ class _Whose:
             return None
         name = span.program, span.name
         if name not in self._known:
-            self._known[name] = self._find(span)
+            self._known[name] = self._find_key(span)
         return self._known[name]
 
-    def _find(self, span: Span) -> tuple[int, Key] | None:
+    def _find_key(self, span: Span) -> tuple[int, Key] | None:
         operation = self._operations.get(span.program, {}).get(span.name)
         if operation is None:
             return WORKING, ("not attributed", "")
@@ -246,8 +250,8 @@ class _Whose:
             return WORKING, ("transfer", "")
         fragment = self._alone[span.program] if operation.fragment is None else operation.fragment
         if not fragment and operation.kind in ("while", "call", "conditional"):  # compiled as a whole: use its contents
-            inside = self._inside(span) - {"", None}
-            fragment = inside.pop() if len(inside) == 1 else None if inside else fragment
+            inner_fragments = self._fragments_inside(span) - {"", None}
+            fragment = inner_fragments.pop() if len(inner_fragments) == 1 else None if inner_fragments else fragment
         if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
             return EXCHANGING, ("transfer", fragment or "")
         if fragment:

@@ -41,10 +41,10 @@ def commit() -> str:
 
 def source_checksum() -> str:
     """Returns a checksum of the code of this package."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
-        found.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+        checksum.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    return checksum.hexdigest()[:16]
 
 
 def origin(env: str) -> dict[str, Any]:
@@ -68,13 +68,17 @@ def write_origin(path: Path, env: str) -> None:
 def origin_of(path: Path) -> dict[str, Any]:
     """Returns the provenance of a run; raises RecordError if it is unknown or has other versions than the current ones."""
     try:
-        found = parse_json((path / _ORIGIN).read_text("utf-8"))
-        was = dict(found["versions"])
+        origin_data = parse_json((path / _ORIGIN).read_text("utf-8"))
+        saved_versions = dict(origin_data["versions"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(f"{path / _ORIGIN} does not describe what trained the run ({error}); delete {path}") from None
-    if changed := [f"{name} {was.get(name)}, not {now}" for name, now in versions(*was).items() if was.get(name) != now]:
-        raise RecordError(f"{path} was trained with {', '.join(changed)} as now; delete it, or choose another folder (--out)")
-    return found
+    if changes := [
+        f"{name} {saved_versions.get(name)}, not {version}"
+        for name, version in versions(*saved_versions).items()
+        if saved_versions.get(name) != version
+    ]:
+        raise RecordError(f"{path} was trained with {', '.join(changes)} as now; delete it, or choose another folder (--out)")
+    return origin_data
 
 
 def processor() -> str:
@@ -93,8 +97,10 @@ def place_of(
     Raises:
       ValueError: if there are fewer devices.
     """
-    count, here = run.description["devices"]["count"], jax.devices() if devices is None else devices
-    if len(here) < count:
-        raise ValueError(f"the run had {count} devices, but here are {len(here)}; use --cpu-devices {count} for virtual ones")
+    count, available = run.description["devices"]["count"], jax.devices() if devices is None else devices
+    if len(available) < count:
+        raise ValueError(
+            f"the run had {count} devices, but here are {len(available)}; use --cpu-devices {count} for virtual ones"
+        )
     check_trust(f"the run in {run.folder}", code_of({"policy": run.description["policy"]}), trust)
-    return policies.get(run.description["policy"]), here[:count]
+    return policies.get(run.description["policy"]), available[:count]

@@ -52,32 +52,32 @@ def recipe(name: str) -> Experiment:
     Raises:
       ValueError: if the name is unknown; the message suggests the nearest one.
     """
-    return _experiment(recipes.find(name))
+    return _make_experiment(recipes.find(name))
 
 
-def _experiment(found: Recipe) -> Experiment:
-    own = {key: value for key, value in found.settings.items() if key not in found.fields}
+def _make_experiment(recipe_file: Recipe) -> Experiment:
+    arguments = {key: value for key, value in recipe_file.settings.items() if key not in recipe_file.fields}
     try:
-        if "policy" in found.values:
-            policies.get(found.values["policy"])
-        return make_experiment(**own, **{key: _value(value) for key, value in found.fields.items()})
+        if "policy" in recipe_file.values:
+            policies.get(recipe_file.values["policy"])
+        return make_experiment(**arguments, **{key: _to_python(value) for key, value in recipe_file.fields.items()})
     except (TypeError, ValueError) as error:
-        raise type(error)(f"the recipe {found.path}: {error}") from None
+        raise type(error)(f"the recipe {recipe_file.path}: {error}") from None
 
 
-def comparable(found: Recipe, folder: Path | None) -> Record | None:
+def comparable(recipe_file: Recipe, folder: Path | None) -> Record | None:
     """Returns the record of a recipe in a folder of records, or None; raises RecordError if it is damaged, or if its settings
     or omitted defaults have changed since."""
-    record = recipes.record_of(found, folder)
+    record = recipes.record_of(recipe_file, folder)
     if record is not None:
-        recipes.check_same(found.name, record.config, _experiment(found).to_json()["config"])
+        recipes.check_same(recipe_file.name, record.config, _make_experiment(recipe_file).to_json()["config"])
     return record
 
 
-def _value(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts a TOML value to Python."""
     if isinstance(value, list):
-        return tuple(map(_value, value))
+        return tuple(map(_to_python, value))
     return None if value == "None" else value
 
 
@@ -106,16 +106,18 @@ class Reproduction:
         """Whether the means of `last` and of `best` agree with those of the record; empty without a record."""
         if self.record is None or self.recorded is None:
             return {}
-        now, was = self.record, self.recorded
-        return {name: agreement(np.array(getattr(now, name)), np.array(getattr(was, name))) for name in ("last", "best")}
+        record, recorded = self.record, self.recorded
+        return {
+            name: agreement(np.array(getattr(record, name)), np.array(getattr(recorded, name))) for name in ("last", "best")
+        }
 
     @property
     def verdict(self) -> str:
         """ "agrees" if both scores do, "does not agree" if one does not, "too few" seeds, "no record", or "interrupted"."""
         if self.record is None:
             return "interrupted"
-        found = {each.verdict for each in self.agreements.values()}
-        return next((word for word in ("does not agree", "too few", "agrees") if word in found), "no record")
+        verdicts = {result.verdict for result in self.agreements.values()}
+        return next((word for word in ("does not agree", "too few", "agrees") if word in verdicts), "no record")
 
     def summary(self) -> dict[str, Any]:
         """Returns the reproduction as plain data."""
@@ -124,34 +126,38 @@ class Reproduction:
             about["stop_reason"] = self.stop_reason
         if self.record is not None:
             about |= {"false_alarm": 2 * FALSE_ALARM, "record": dataclasses.asdict(self.record)}
-            about |= {name: dataclasses.asdict(each) for name, each in self.agreements.items()}
+            about |= {name: dataclasses.asdict(result) for name, result in self.agreements.items()}
         return about
 
     def __repr__(self) -> str:
         if self.record is None:
             return f"{self.recipe}: interrupted ({self.stop_reason}); repeat the command to resume it"
         record, seeds = self.record, self.record.seeds
-        what = {"last": "over the last tenth", "best": f"best agent, {record.episodes} greedy episodes"}
+        headings = {"last": "over the last tenth", "best": f"best agent, {record.episodes} greedy episodes"}
         lines = [
             f"{self.recipe}: {record.settings['algo']} on {record.settings['env']}, {record.steps[-1]:,} steps, "
             f"seeds {seeds[0]} to {seeds[-1]}: {self.verdict}"
         ]
-        for name, words in what.items():
-            found = estimate([np.array(getattr(record, name))], mean)
-            line = f"  {words:36}{found}"
+        for name, words in headings.items():
+            ours = estimate([np.array(getattr(record, name))], mean)
+            line = f"  {words:36}{ours}"
             if self.recorded is not None:
-                other, each = estimate([np.array(getattr(self.recorded, name))], mean), self.agreements[name]
-                chance = "" if math.isnan(each.probability) else f", p = {each.probability:.2g}"
-                line += f"; recorded {other}: {each.verdict}{chance}"
+                theirs, comparison = estimate([np.array(getattr(self.recorded, name))], mean), self.agreements[name]
+                chance = "" if math.isnan(comparison.probability) else f", p = {comparison.probability:.2g}"
+                line += f"; recorded {theirs}: {comparison.verdict}{chance}"
             lines.append(line)
         wall = f"{record.seconds['wall']:,.0f} s on {record.place}"
         if self.recorded is not None:
             wall += f"; recorded {self.recorded.seconds['wall']:,.0f} s on {self.recorded.place}"
-            was = self.recorded.versions
-            changed = [f"{n} {x} (recorded {was[n]})" for n, x in record.versions.items() if x != was.get(n, x)]
+            recorded_versions = self.recorded.versions
+            changes = [
+                f"{n} {version} (recorded {recorded_versions[n]})"
+                for n, version in record.versions.items()
+                if version != recorded_versions.get(n, version)
+            ]
             if record.commit != self.recorded.commit:
-                changed += [f"commit {record.commit or 'unknown'} (recorded {self.recorded.commit or 'unknown'})"]
-            wall += f"; {', '.join(changed)}" if changed else ""
+                changes += [f"commit {record.commit or 'unknown'} (recorded {self.recorded.commit or 'unknown'})"]
+            wall += f"; {', '.join(changes)}" if changes else ""
         if self.is_of_other_code:
             wall += f"\n  seeds were trained before, by other code of this package; delete {self.folder} to train them again"
         return "\n".join([*lines, f"  {wall}", f"  a false alarm has probability {2 * FALSE_ALARM:g} at most"])
@@ -200,24 +206,29 @@ def reproduce(
     """
     if jax.process_count() > 1:
         raise ValueError("reproduce works in a single process only; run it without --distributed and jax.distributed")
-    found = recipes.find(name)
+    recipe_file = recipes.find(name)
     folder = recipes.records_folder(records)
     if compare and folder is None and progress is not False:
         print(recipes.NO_RECORDS, file=sys.stderr)
-    recorded = comparable(found, folder) if compare else None
+    recorded = comparable(recipe_file, folder) if compare else None
     limit = None if time_limit is None else read_seconds("time_limit", time_limit)
-    base = _experiment(found)
+    base = _make_experiment(recipe_file)
     if base.has_members:
-        raise ValueError(f"{found.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them")
-    if found.values.get("eval_episodes") == 0:
-        raise ValueError(f"eval_episodes is 0 in {found.path}, but evaluations choose the best agent; leave it out")
-    wanted = seeds_of(recorded, seeds, seed)
-    path = Path("reproduced", found.name) if out is None else as_path("out", out)
-    target = path / f"{found.name}.json"
-    there = _record_there(target, found, base)
+        raise ValueError(
+            f"{recipe_file.path} has several settings ({', '.join(base.settings)}); write a recipe for each of them"
+        )
+    if recipe_file.values.get("eval_episodes") == 0:
+        raise ValueError(f"eval_episodes is 0 in {recipe_file.path}, but evaluations choose the best agent; leave it out")
+    seed_range = seeds_of(recorded, seeds, seed)
+    path = Path("reproduced", recipe_file.name) if out is None else as_path("out", out)
+    target = path / f"{recipe_file.name}.json"
+    old_record = _read_old_record(target, recipe_file, base)
     ends = None if limit is None else time.monotonic() + limit
-    where = policies.get(found.values.get("policy", base.usual_policy) if policy is None else policy)
-    watching = {"eval_episodes": found.values.get("eval_episodes", 32), "eval_every": found.values.get("eval_every")}
+    resolved_policy = policies.get(recipe_file.values.get("policy", base.usual_policy) if policy is None else policy)
+    watching = {
+        "eval_episodes": recipe_file.values.get("eval_episodes", 32),
+        "eval_every": recipe_file.values.get("eval_every"),
+    }
     watching["eval_every"] = watching["eval_every"] or max(1, base.total_steps // _EVALUATIONS)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -225,12 +236,12 @@ def reproduce(
         raise ValueError(f"the folder {path} cannot be created ({error.strerror}); choose another one (--out)") from None
     results, agents = list[Result](), list[BestAgents]()
     hook: Any
-    for numbers in _groups(base, where, devices, wanted, path):
+    for numbers in _split_seeds(base, resolved_policy, devices, seed_range, path):
         experiment = dataclasses.replace(base, seed=numbers[0], seeds=len(numbers))
         hook = BestAgents()
         result = train(
             experiment,
-            policy=where,
+            policy=resolved_policy,
             devices=devices,
             out=path / f"seeds-{numbers[0]}-{numbers[-1]}",
             resume=True,
@@ -242,42 +253,44 @@ def reproduce(
         )
         check_saved(result)
         if result.interrupted:
-            return Reproduction(found.name, None, recorded, result.stop_reason, path)
+            return Reproduction(recipe_file.name, None, recorded, result.stop_reason, path)
         assert result.folder is not None
         hook.read(result.folder)
         hook.check(result)
         results.append(result)
         agents.append(hook)
     origins = [origin_of(result.folder) for result in results if result.folder is not None]
-    record = _record(found, results, agents, origins)
-    if there is None or len(record.seeds) >= len(there.seeds):  # never replace a record by one with fewer seeds
+    record = _make_record(recipe_file, results, agents, origins)
+    if old_record is None or len(record.seeds) >= len(old_record.seeds):  # never replace a record by one with fewer seeds
         record.write(target)
-    return Reproduction(found.name, record, recorded, "", path, {each["sources"] for each in origins} != {source_checksum()})
+    return Reproduction(
+        recipe_file.name, record, recorded, "", path, {origin["sources"] for origin in origins} != {source_checksum()}
+    )
 
 
 def seeds_of(recorded: Record | None, seeds: int | None, seed: int | None) -> range:
     """Returns the seeds to train: the given ones, those of the record, or 0 to 9; raises ValueError if they are invalid."""
-    known = range(SEEDS) if recorded is None else recorded.seeds
-    count = len(known) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
-    first = check_seed(known[0] if seed is None else seed, count)
-    return range(first, first + count)
+    default_seeds = range(SEEDS) if recorded is None else recorded.seeds
+    count = len(default_seeds) if seeds is None else whole("seeds", seeds, most=_MOST_SEEDS)
+    first_seed = check_seed(default_seeds[0] if seed is None else seed, count)
+    return range(first_seed, first_seed + count)
 
 
-def _record_there(target: Path, found: Recipe, base: Experiment) -> Record | None:
+def _read_old_record(target: Path, recipe_file: Recipe, base: Experiment) -> Record | None:
     """Returns the record of an earlier reproduction; raises RecordError if the file is something else, to protect it."""
     try:
-        there = Record.read(target) if target.exists() else None
+        old_record = Record.read(target) if target.exists() else None
     except RecordError:
         fact = f"{target} is damaged, or not a record of this version"
         raise RecordError(f"{fact}; move it, or choose another folder (--out)") from None
-    if there is not None:
-        now = {**base.to_json()["config"], **found.settings}
-        if changed := recipes.difference({**there.config, **there.settings}, now):
-            raise RecordError(f"{target} is {changed}; move the folder {target.parent}, or choose another one (--out)")
-    return there
+    if old_record is not None:
+        settings = {**base.to_json()["config"], **recipe_file.settings}
+        if fact := recipes.difference({**old_record.config, **old_record.settings}, settings):
+            raise RecordError(f"{target} is {fact}; move the folder {target.parent}, or choose another one (--out)")
+    return old_record
 
 
-def _groups(
+def _split_seeds(
     base: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, seeds: range, path: Path
 ) -> list[range]:
     """Splits seeds into groups of about equal size that fit in memory; one seed per group if the host simulates.
@@ -289,22 +302,22 @@ def _groups(
     finally:
         close_simulators(base.behavior.agent.env)
     parts = [re.fullmatch(r"seeds-(\d+)-(\d+)", folder.name) for folder in path.glob("seeds-*-*")]
-    begun = sorted((int(match[1]), int(match[2]) + 1) for match in parts if match)
-    groups, at = list[range](), seeds.start
-    while at < seeds.stop:
-        if known := [end for start, end in begun if start == at < end <= seeds.stop]:
-            groups.append(range(at, known[-1]))
+    earlier_ranges = sorted((int(match[1]), int(match[2]) + 1) for match in parts if match)
+    groups, position = list[range](), seeds.start
+    while position < seeds.stop:
+        if ends := [end for start, end in earlier_ranges if start == position < end <= seeds.stop]:
+            groups.append(range(position, ends[-1]))
         else:
-            stop = next((start for start, end in begun if at < start < end <= seeds.stop), seeds.stop)
-            number = math.ceil((stop - at) / at_once)
-            bounds = [at + round(i * (stop - at) / number) for i in range(number + 1)]
+            stop = next((start for start, end in earlier_ranges if position < start < end <= seeds.stop), seeds.stop)
+            number = math.ceil((stop - position) / at_once)
+            bounds = [position + round(i * (stop - position) / number) for i in range(number + 1)]
             groups += [range(low, high) for low, high in itertools.pairwise(bounds)]
-        at = groups[-1].stop
+        position = groups[-1].stop
     return groups
 
 
-def _record(
-    found: Recipe, results: Sequence[Result], agents: Sequence[BestAgents], origins: Sequence[dict[str, Any]]
+def _make_record(
+    recipe_file: Recipe, results: Sequence[Result], agents: Sequence[BestAgents], origins: Sequence[dict[str, Any]]
 ) -> Record:
     """Makes the record of the runs of a recipe."""
     experiment = results[0].experiment
@@ -315,37 +328,41 @@ def _record(
     score = next(name for name in names if name in results[0].history)
     curves = np.concatenate([np.reshape(r.history[score], (len(r.history["step"]), -1)) for r in results], axis=1).T
     seeds = [s for r in results for s in _seeds(r.experiment)]
-    last = np.concatenate([np.atleast_1d(r.final(score)) for r in results])
-    if np.isnan(last).any():
-        seed = seeds[int(np.argmax(np.isnan(last)))]
-        raise ValueError(f"{found.name} has no score: seed {seed} ended no episode with a {experiment.rank_by}; train longer")
-    best = np.concatenate([each.play(r.experiment, EPISODES) for r, each in zip(results, agents, strict=True)])
-    if not np.isfinite([last, best]).all():
-        seed = seeds[int(np.argmin(np.isfinite([last, best]).all(0)))]
-        raise ValueError(f"the scores of {found.name} are not finite on seed {seed}; fix the environment's rewards or metrics")
+    last_scores = np.concatenate([np.atleast_1d(r.final(score)) for r in results])
+    if np.isnan(last_scores).any():
+        seed = seeds[int(np.argmax(np.isnan(last_scores)))]
+        raise ValueError(
+            f"{recipe_file.name} has no score: seed {seed} ended no episode with a {experiment.rank_by}; train longer"
+        )
+    best = np.concatenate([best_agents.play(r.experiment, EPISODES) for r, best_agents in zip(results, agents, strict=True)])
+    if not np.isfinite([last_scores, best]).all():
+        seed = seeds[int(np.argmin(np.isfinite([last_scores, best]).all(0)))]
+        raise ValueError(
+            f"the scores of {recipe_file.name} are not finite on seed {seed}; fix the environment's rewards or metrics"
+        )
     evaluated = np.isfinite(np.reshape(results[0].history["eval_return"], (curves.shape[1], -1))[:, 0]).tolist()
     parts = {"wall": [r.wall_seconds for r in results], "compile": [r.compile_seconds for r in results]}
     parts |= {name.removesuffix("_seconds"): [r.timings[name] for r in results] for name in results[0].timings}
     steps = results[0].history["step"].astype(int).tolist()
     return Record(
-        recipe=found.name,
-        settings=dict(found.settings),
+        recipe=recipe_file.name,
+        settings=dict(recipe_file.settings),
         config=experiment.to_json()["config"],
         steps=steps,
         seeds=seeds,
         returns=[[None if math.isnan(x) else float(f"{x:.6g}") for x in curve] for curve in curves.tolist()],
-        last=last.tolist(),
+        last=last_scores.tolist(),
         best=best.tolist(),
-        best_steps=np.concatenate([each.steps for each in agents]).astype(int).tolist(),
-        evaluations=[step for step, known in zip(steps, evaluated, strict=True) if known],
+        best_steps=np.concatenate([best_agents.steps for best_agents in agents]).astype(int).tolist(),
+        evaluations=[step for step, is_evaluated in zip(steps, evaluated, strict=True) if is_evaluated],
         episodes=EPISODES,
         score=experiment.rank_by,
-        seconds={name: round(sum(each), 1) for name, each in parts.items()},
+        seconds={name: round(sum(seconds), 1) for name, seconds in parts.items()},
         versions=origins[0]["versions"],
-        commit=_joined(origins, "commit"),
-        date=max(each["date"] for each in origins),
+        commit=_join_origins(origins, "commit"),
+        date=max(origin["date"] for origin in origins),
         hardware={name: results[0].description["devices"][name] for name in ("platform", "kind", "count")}
-        | {"processor": _joined(origins, "processor"), "cores": origins[0]["cores"]},
+        | {"processor": _join_origins(origins, "processor"), "cores": origins[0]["cores"]},
     )
 
 
@@ -353,5 +370,5 @@ def _seeds(experiment: Experiment) -> range:
     return range(experiment.seed, experiment.seed + experiment.seeds)
 
 
-def _joined(origins: Sequence[dict[str, Any]], name: str) -> str:
-    return ", ".join(dict.fromkeys(each[name] for each in origins))
+def _join_origins(origins: Sequence[dict[str, Any]], name: str) -> str:
+    return ", ".join(dict.fromkeys(origin[name] for origin in origins))

@@ -1,7 +1,7 @@
 """Curves of one or several runs in one figure."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -51,33 +51,33 @@ def plot_runs(
         raise ValueError(f"x={x!r}: use {' or '.join(map(repr, _X))}")
     if path is not None:
         check_target("figure", as_path("path", path), (".pdf", ".svg", ".png"))
-    found = runs_by_name(runs)
-    shown = shown_of(found, metrics)
-    if not shown:
+    outcomes = runs_by_name(runs)
+    columns = shown_of(outcomes, metrics)
+    if not columns:
         raise ValueError("these runs have no returns yet; choose columns of their histories with metrics=[...]")
-    figure = curves_of(found, shown, x)
+    figure = curves_of(outcomes, columns, x)
     if path is not None:
         with styled():
             figure.savefig(path)
     return figure
 
 
-def shown_of(found: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
+def shown_of(outcomes: Mapping[str, Outcome], metrics: Sequence[str]) -> list[str]:
     """Returns the columns to draw: `metrics`, or the default ones; raises ValueError if no run has a column."""
     if metrics and isinstance(metrics, str):
         raise ValueError(f"metrics={metrics!r}: give a list of columns, [{metrics!r}]")
     for name in metrics:
-        if not any(name in run.history for run in found.values()):
-            known = sorted({column for run in found.values() for column in run.history})
-            raise ValueError(f"no run has the metric {name!r}; they have {', '.join(known)}")
-    return list(metrics) or usual(found.values())
+        if not any(name in run.history for run in outcomes.values()):
+            columns = sorted({column for run in outcomes.values() for column in run.history})
+            raise ValueError(f"no run has the metric {name!r}; they have {', '.join(columns)}")
+    return list(metrics) or usual(outcomes.values())
 
 
 def runs_by_name(runs: Any) -> dict[str, Outcome]:
     """Returns the runs by name: the mapping's key, the folder's name (its path if ambiguous), or what was trained."""
     names = list(map(str, runs)) if isinstance(runs, Mapping) else []
-    given = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
-    results = [run if isinstance(run, Outcome) else Outcome.read(Path(run)) for run in given]
+    sources = runs.values() if isinstance(runs, Mapping) else [runs] if isinstance(runs, Outcome | str | os.PathLike) else runs
+    results = [run if isinstance(run, Outcome) else Outcome.read(Path(run)) for run in sources]
     if not results:
         raise ValueError("no run was given; give a result or the folder of a run")
     if not names:
@@ -94,38 +94,38 @@ def what(run: Outcome) -> str:
     return "{algorithm} on {env}, seed {seed}".format(**run.description)
 
 
-def usual(runs: Any) -> list[str]:
+def usual(runs: Collection[Outcome]) -> list[str]:
     """Returns the columns that measure the quality of agents."""
     scores = dict.fromkeys(["return", *(run.rank_by for run in runs)])
-    wanted = [f"{kind}_{score}" for score in scores for kind in ("episode", "eval")]
-    return [name for name in [*wanted, "validation_loss"] if any(is_known(run.history.get(name)) for run in runs)]
+    names = [f"{kind}_{score}" for score in scores for kind in ("episode", "eval")]
+    return [name for name in [*names, "validation_loss"] if any(is_known(run.history.get(name)) for run in runs)]
 
 
-def is_known(column: Any) -> bool:
+def is_known(column: np.ndarray | None) -> bool:
     """Whether a column exists and has known values."""
     return column is not None and not np.isnan(column).all()
 
 
-def environments_of(found: Mapping[str, Outcome]) -> dict[str, dict[str, Outcome]]:
+def environments_of(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Outcome]]:
     """Groups runs by environment, so that their returns have the same scale."""
-    each: dict[str, dict[str, Outcome]] = {}
-    for name, run in found.items():
-        each.setdefault(run.description["env"], {})[name] = run
-    return each
+    by_environment: dict[str, dict[str, Outcome]] = {}
+    for name, run in outcomes.items():
+        by_environment.setdefault(run.description["env"], {})[name] = run
+    return by_environment
 
 
-def curves_of(found: Mapping[str, Outcome], metrics: Sequence[str], x: str = "steps") -> "Figure":
+def curves_of(outcomes: Mapping[str, Outcome], metrics: Sequence[str], x: str = "steps") -> "Figure":
     """Draws a panel for each metric of each environment, with a curve for each run or each of its settings over seeds."""
-    environments = environments_of(found)
-    wanted = [
+    environments = environments_of(outcomes)
+    panel_contents = [
         (metric, env, runs)
         for metric in metrics
         for env, runs in environments.items()
         if any(metric in run.history for run in runs.values())
     ]
     with styled():
-        figure, panels = figure_of(len(wanted))
-        for panel, (metric, env, runs) in zip(panels, wanted, strict=True):
+        figure, panels = figure_of(len(panel_contents))
+        for panel, (metric, env, runs) in zip(panels, panel_contents, strict=True):
             for number, group in enumerate(groups_of(runs, _MOST_CURVES)):
                 if (points := _points(group, metric, _X[x])) is not None:
                     of_members = any(np.ndim(run.history.get(metric, 0)) > 1 or run.members == 1 for run, _ in group.parts)
@@ -146,48 +146,48 @@ class Group(NamedTuple):
     mixed: bool  # whether they are more than the seeds of one setting, so that an interval would not show seed variance
 
 
-def groups_of(found: Mapping[str, Outcome], most: int) -> list[Group]:
-    """Groups the members of runs by setting. All members of a run are one group if it is a population, or has more than `most`
-    settings. Runs with the same seed, such as under two policies, are not pooled.
+def groups_of(outcomes: Mapping[str, Outcome], max_settings: int) -> list[Group]:
+    """Groups the members of runs by setting. All members of a run are one group if it is a population, or has more than
+    `max_settings` settings. Runs with the same seed, such as under two policies, are not pooled.
     """
-    parts = [(name, run, *part) for name, run in found.items() for part in _settings_of(run, most)]
+    parts = [(name, run, *part) for name, run in outcomes.items() for part in _members_by_setting(run, max_settings)]
     several = [run for _, run, members, mixed in parts if not mixed and len(members) < run.members]
     varied = {field for run in several for field in run.settings[0]}
     groups: list[tuple[list[str], dict[str, Any], Group]] = []
     for name, run, members, mixed in parts:
-        setting, seeds = _setting(run, members[0]), {run.settings[member]["seed"] for member in members}
-        for names, known, group in groups:
-            others = {part.settings[member]["seed"] for part, own in group.parts for member in own}
-            if known == setting and not (mixed or group.mixed or seeds & others):
+        setting, seeds = _setting_of(run, members[0]), {run.settings[member]["seed"] for member in members}
+        for names, group_setting, group in groups:
+            group_seeds = {part.settings[member]["seed"] for part, group_members in group.parts for member in group_members}
+            if group_setting == setting and not (mixed or group.mixed or seeds & group_seeds):
                 names.append(name)
                 group.parts.append((run, members))
                 break
         else:
-            label = mixed or in_words({field: x for field, x in setting.items() if field in varied})
+            label = mixed or in_words({field: value for field, value in setting.items() if field in varied})
             groups.append(([name], setting, Group(name, label, [(run, members)], bool(mixed))))
-    return [group._replace(names=_listed(names)) for names, _, group in groups]
+    return [group._replace(names=_join_names(names)) for names, _, group in groups]
 
 
-def _settings_of(run: Outcome, most: int) -> list[tuple[list[int], str]]:
+def _members_by_setting(run: Outcome, max_settings: int) -> list[tuple[list[int], str]]:
     """Returns the members of each setting of a run, with a description if they are more than the seeds of one setting."""
-    each: dict[str, list[int]] = {}
+    members_by_setting: dict[str, list[int]] = {}
     for member in range(run.members):
-        each.setdefault(in_words(_setting(run, member)), []).append(member)
+        members_by_setting.setdefault(in_words(_setting_of(run, member)), []).append(member)
     if run.description["pbt"] is not None:
         return [(list(range(run.members)), f"population of {run.members}")]
-    if len(each) > most:
-        return [(list(range(run.members)), f"{len(each)} settings")]
-    return [(members, "") for members in each.values()]
+    if len(members_by_setting) > max_settings:
+        return [(list(range(run.members)), f"{len(members_by_setting)} settings")]
+    return [(members, "") for members in members_by_setting.values()]
 
 
-def _setting(run: Outcome, member: int) -> dict[str, Any]:
+def _setting_of(run: Outcome, member: int) -> dict[str, Any]:
     """Returns everything that determines the computation of a member, except its seed."""
-    about, own = run.description, {name: x for name, x in run.settings[member].items() if name != "seed"}
-    whole = {name: about.get(name) for name in ("algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data")}
-    return whole | about["config"] | own
+    about, member_setting = run.description, {name: value for name, value in run.settings[member].items() if name != "seed"}
+    shared = {name: about.get(name) for name in ("algorithm", "env", "env_params", "total_steps", "rank_by", "guard", "data")}
+    return shared | about["config"] | member_setting
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join(names if len(names) < 5 else [*names[:3], f"{len(names) - 3} more"])
 
 
@@ -206,16 +206,22 @@ def _points(group: Group, metric: str, x: str) -> tuple[np.ndarray, np.ndarray] 
                 continue
             members = [0]
         values = np.reshape(column, (len(column), -1))[:, members]
-        known = ~np.isnan(values).all(1)  # most rows have no evaluation
-        parts.append((run.history[x][known], values[known]))
+        is_known_row = ~np.isnan(values).all(1)  # most rows have no evaluation
+        parts.append((run.history[x][is_known_row], values[is_known_row]))
     if len(parts) < 2:
         return parts[0] if parts else None
-    where = min((at for at, _ in parts), key=len)
-    where = where[where <= min(at[-1] for at, _ in parts)]
-    return where, np.stack([_interpolated(where, at, column) for at, values in parts for column in values.T], axis=1)
+    positions = min((run_positions for run_positions, _ in parts), key=len)
+    positions = positions[positions <= min(run_positions[-1] for run_positions, _ in parts)]
+    return positions, np.stack(
+        [_interpolate(positions, run_positions, column) for run_positions, values in parts for column in values.T], axis=1
+    )
 
 
-def _interpolated(where: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _interpolate(positions: np.ndarray, known_positions: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Interpolates the values of a member at other points; nan before the first known value, and if none is known."""
-    known = ~np.isnan(values)
-    return np.interp(where, at[known], values[known], left=np.nan) if known.any() else np.full(len(where), np.nan)
+    is_value = ~np.isnan(values)
+    return (
+        np.interp(positions, known_positions[is_value], values[is_value], left=np.nan)
+        if is_value.any()
+        else np.full(len(positions), np.nan)
+    )

@@ -78,29 +78,29 @@ def runs_page(
     """
     target = as_path("path", path)
     check_target("page", target, (".html",))
-    found = runs_by_name(runs)
-    shown = shown_of(found, metrics)
-    title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in found.values()))
+    outcomes = runs_by_name(runs)
+    columns = shown_of(outcomes, metrics)
+    title = title or ", ".join(dict.fromkeys(what(run).partition(", seed")[0] for run in outcomes.values()))
     sections = [
-        ("", _overview(found)),
-        ("Curves", _curves(found, shown)),
-        ("Settings", _settings(found)),
-        ("Time", _times(found)),
-        ("Each run", _each(found)),
-        ("Where the time of an iteration goes", _profiles(found)),
-        ("Plans", "\n".join(_plan(name, run, trust) for name, run in found.items()) if plans else ""),
+        ("", _overview_table(outcomes)),
+        ("Curves", _curve_figures(outcomes, columns)),
+        ("Settings", _settings_tables(outcomes)),
+        ("Time", _times_table(outcomes)),
+        ("Each run", _run_sections(outcomes)),
+        ("Where the time of an iteration goes", _profile_figures(outcomes)),
+        ("Plans", "\n".join(_plan_figure(name, run, trust) for name, run in outcomes.items()) if plans else ""),
     ]
     body = "\n".join(f"<h2>{name}</h2>\n{text}" if name else text for name, text in sections if text)
     write_text(target, _PAGE.format(title=escape(title), style=_STYLE, body=body))
     return target
 
 
-def _overview(found: Mapping[str, Outcome]) -> str:
+def _overview_table(outcomes: Mapping[str, Outcome]) -> str:
     """Makes a table with a row for each setting."""
     head = ["run", "setting", "training return", "greedy return", "seeds"]
     head += ["environment", "algorithm", "policy", "steps", "status"]
     rows = []
-    for group in groups_of(found, _MOST_ROWS):
+    for group in groups_of(outcomes, _MOST_ROWS):
         seeds = [run.settings[member]["seed"] for run, members in group.parts for member in members]
         summaries = [run.summary() for run, _ in group.parts]
         columns = ([s[name] for s in summaries] for name in ("env", "algorithm", "policy", "total_steps", "status"))
@@ -108,9 +108,9 @@ def _overview(found: Mapping[str, Outcome]) -> str:
             [
                 group.names,
                 group.label,
-                _mean(lambda run: final(run.history, "episode_return"), group),
-                _mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group),
-                _seeds(seeds),
+                _format_mean(lambda run: final(run.history, "episode_return"), group),
+                _format_mean(lambda run: np.nan if run.evaluation is None else run.evaluation.mean_return, group),
+                _format_seeds(seeds),
                 *(", ".join(dict.fromkeys(f"{x:,}" if isinstance(x, int) else x for x in column)) for column in columns),
             ]
         )
@@ -119,98 +119,112 @@ def _overview(found: Mapping[str, Outcome]) -> str:
         head.remove("setting")
     notes = [("[", "In brackets: the 95% interval over the seeds."), ("(", "In parentheses: lowest and highest member.")]
     means = " ".join(row[head.index("training return")] + row[head.index("greedy return")] for row in rows)
-    told = " ".join(text for mark, text in notes if mark in means)
-    return _table(head, rows) + (f"<p>{told}</p>" if told else "")
+    legend = " ".join(text for mark, text in notes if mark in means)
+    return _html_table(head, rows) + (f"<p>{legend}</p>" if legend else "")
 
 
-def _seeds(seeds: Sequence[int]) -> str:
+def _format_seeds(seeds: Sequence[int]) -> str:
     """Formats seeds: `0 to 4`, or a list if the range has gaps."""
-    each = sorted(set(seeds))
-    together = len(each) > 2 and each[-1] - each[0] == len(each) - 1
-    return f"{each[0]} to {each[-1]}" if together or len(each) > 8 else ", ".join(map(str, each))
+    unique_seeds = sorted(set(seeds))
+    is_range = len(unique_seeds) > 2 and unique_seeds[-1] - unique_seeds[0] == len(unique_seeds) - 1
+    return (
+        f"{unique_seeds[0]} to {unique_seeds[-1]}" if is_range or len(unique_seeds) > 8 else ", ".join(map(str, unique_seeds))
+    )
 
 
-def _mean(returns: Callable[[Outcome], Any], group: Group) -> str:
+def _format_mean(returns: Callable[[Outcome], float | np.ndarray], group: Group) -> str:
     """Formats the mean of the members' returns, with its interval over seeds, or the lowest and the highest."""
     parts = [(np.reshape(returns(run), -1), members) for run, members in group.parts]
-    values = np.concatenate([own[members] if own.size > 1 else own for own, members in parts])
-    known = values[np.isfinite(values)]
-    if not len(known):
+    values = np.concatenate(
+        [member_values[members] if member_values.size > 1 else member_values for member_values, members in parts]
+    )
+    known_values = values[np.isfinite(values)]
+    if not len(known_values):
         return ""
     if not group.mixed:
-        return str(estimate([known], mean))
-    low, middle, high = (f"{x:.{decimals(x, np.ptp(known))}f}" for x in (known.min(), known.mean(), known.max()))
+        return str(estimate([known_values], mean))
+    low, middle, high = (
+        f"{x:.{decimals(x, np.ptp(known_values))}f}" for x in (known_values.min(), known_values.mean(), known_values.max())
+    )
     return f"{middle} ({low} to {high})"
 
 
-def _curves(found: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
+def _curve_figures(outcomes: Mapping[str, Outcome], metrics: Sequence[str]) -> str:
     """Draws the curves of each environment, side by side."""
     parts = []
-    for env, runs in (environments := environments_of(found)).items():
-        known = [metric for metric in metrics if any(metric in run.history for run in runs.values())]
-        figures = "\n".join(inline(svg_of(curves_of(runs, [metric]))) for metric in known)
-        parts.append(f"<h3>{escape(env)}</h3>" if known and len(environments) > 1 else "")
-        parts.append(f'<div class="curves">{figures}</div>' if known else "")
+    for env, runs in (environments := environments_of(outcomes)).items():
+        known_metrics = [metric for metric in metrics if any(metric in run.history for run in runs.values())]
+        figures = "\n".join(inline(svg_of(curves_of(runs, [metric]))) for metric in known_metrics)
+        parts.append(f"<h3>{escape(env)}</h3>" if known_metrics and len(environments) > 1 else "")
+        parts.append(f'<div class="curves">{figures}</div>' if known_metrics else "")
     return "\n".join(filter(None, parts))
 
 
-def _settings(found: Mapping[str, Outcome]) -> str:
+def _settings_tables(outcomes: Mapping[str, Outcome]) -> str:
     """Lists the settings in which runs differ, and those that they share."""
-    flat = {name: _flat(run) for name, run in found.items()}
-    keys = list(dict.fromkeys(key for each in flat.values() for key in each))
-    differ = [key for key in keys if len({each.get(key, "-") for each in flat.values()}) > 1]
-    rows = [[key, *(each.get(key, "-") for each in flat.values())] for key in differ]
-    same = [[key, next(iter(flat.values()))[key]] for key in keys if key not in differ]
-    parts = [_table(["", *found], rows)] if rows else []
-    if len(found) > 1 and not rows:
+    flat = {name: _flat_settings(run) for name, run in outcomes.items()}
+    keys = list(dict.fromkeys(key for run_settings in flat.values() for key in run_settings))
+    differ = [key for key in keys if len({run_settings.get(key, "-") for run_settings in flat.values()}) > 1]
+    rows = [[key, *(run_settings.get(key, "-") for run_settings in flat.values())] for key in differ]
+    shared_rows = [[key, next(iter(flat.values()))[key]] for key in keys if key not in differ]
+    parts = [_html_table(["", *outcomes], rows)] if rows else []
+    if len(outcomes) > 1 and not rows:
         parts.append("<p>All settings are equal.</p>")
-    words = "what they share" if len(found) > 1 else "all"
-    parts.append(f"<details><summary>{words}</summary>{_table(['', 'value'], same)}</details>")
+    words = "what they share" if len(outcomes) > 1 else "all"
+    parts.append(f"<details><summary>{words}</summary>{_html_table(['', 'value'], shared_rows)}</details>")
     return f'<div class="settings">{"".join(parts)}</div>'
 
 
-def _flat(run: Outcome) -> dict[str, str]:
+def _flat_settings(run: Outcome) -> dict[str, str]:
     """Returns the settings of a run as text; a field in which members differ lists all their values."""
     about = run.description
-    whole = {key: x for key, x in about.items() if key in _WHOLE and x is not None}
+    experiment_settings = {key: value for key, value in about.items() if key in _WHOLE and value is not None}
     place = {"policy": about["policy"], "devices": "{count} {platform}".format(**about["devices"])}
     place |= {f"version of {name}": text for name, text in about["versions"].items()}
-    flat = whole | about["config"] | (about["settings"] or {}) | place
-    return {key: str(x) if key == "seed" else _in_words(x) for key, x in flat.items()}
+    flat = experiment_settings | about["config"] | (about["settings"] or {}) | place
+    return {key: str(value) if key == "seed" else _format_value(value) for key, value in flat.items()}
 
 
-def _in_words(x: Any) -> str:
+def _format_value(value: object) -> str:
     """Formats plain data as text, such as `0.0001, 0.001`."""
-    if isinstance(x, Mapping):
-        return ", ".join(f"{key}: {_in_words(value)}" for key, value in x.items())
-    if isinstance(x, list | tuple):
-        return ", ".join(f"({_in_words(item)})" if isinstance(item, list | tuple) else _in_words(item) for item in x)
-    return f"{x:,}" if isinstance(x, int) and not isinstance(x, bool) else value_in_words(x)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_format_value(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(
+            f"({_format_value(item)})" if isinstance(item, list | tuple) else _format_value(item) for item in value
+        )
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value_in_words(value)
 
 
-def _times(found: Mapping[str, Outcome]) -> str:
+def _times_table(outcomes: Mapping[str, Outcome]) -> str:
     rows = []
-    for name, run in found.items():
-        parts = {"compile": run.compile_seconds} | {key.removesuffix("_seconds"): x for key, x in run.timings.items()}
+    for name, run in outcomes.items():
+        parts = {"compile": run.compile_seconds} | {
+            key.removesuffix("_seconds"): seconds for key, seconds in run.timings.items()
+        }
         parts["rest"] = max(0.0, run.wall_seconds - sum(parts.values()))
-        longest = max(r.wall_seconds for r in found.values()) or 1.0
+        longest = max(r.wall_seconds for r in outcomes.values()) or 1.0
         shares = {key: 100 * parts.get(key, 0.0) / longest for key in _PARTS}
-        bar = "".join(f'<i style="width:{x:.2f}%" title="{_PARTS[key]}"></i>' for key, x in shares.items())
+        bar = "".join(f'<i style="width:{seconds:.2f}%" title="{_PARTS[key]}"></i>' for key, seconds in shares.items())
         cells = [escape(name), f"{run.wall_seconds:,.1f} s", *(f"{parts.get(key, 0.0):,.1f} s" for key in _PARTS)]
         rows.append([*cells, f'<div class="bar">{bar}</div>', f"{run.steps_per_second:,.0f}"])
-    return _table(["run", "wall", *_PARTS.values(), "", "steps/s of all members"], rows, plain=False)
+    return _html_table(["run", "wall", *_PARTS.values(), "", "steps/s of all members"], rows, plain=False)
 
 
-def _profiles(found: Mapping[str, Outcome]) -> str:
+def _profile_figures(outcomes: Mapping[str, Outcome]) -> str:
     """Shows the profiles in the folders of the runs."""
-    profiles = {name: x for name, run in found.items() if run.folder is not None and (x := profile_of(run.folder)) is not None}
+    profiles = {
+        name: profile
+        for name, run in outcomes.items()
+        if run.folder is not None and (profile := profile_of(run.folder)) is not None
+    }
     if not profiles:
         return ""
-    tables = "\n".join(f"<pre>{escape(str(each))}</pre>" for each in profiles.values())
+    tables = "\n".join(f"<pre>{escape(str(profile))}</pre>" for profile in profiles.values())
     return f'<div class="profile">{inline(svg_of(profiles_figure(profiles)))}</div>\n{tables}'
 
 
-def _plan(name: str, run: Outcome, trust: bool) -> str:
+def _plan_figure(name: str, run: Outcome, trust: bool) -> str:
     """Draws the plan of a run."""
     if not isinstance(run, Result):
         assert run.folder is not None
@@ -219,7 +233,7 @@ def _plan(name: str, run: Outcome, trust: bool) -> str:
     return f"<h3>{escape(name)}</h3><figure>{plan.svg()}</figure>"
 
 
-def _film(folder: Path) -> str:
+def _film_figure(folder: Path) -> str:
     """Embeds the last film of a run."""
     films = sorted((int(p.stem), p) for p in (folder / FILMS).glob("*.gif") if p.stem.isdigit())
     if not films:
@@ -230,11 +244,11 @@ def _film(folder: Path) -> str:
     return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>after {step:,} steps</figcaption></figure>'
 
 
-def _each(found: Mapping[str, Outcome]) -> str:
+def _run_sections(outcomes: Mapping[str, Outcome]) -> str:
     parts = []
-    for name, run in found.items():
+    for name, run in outcomes.items():
         parts.append(f"<h3>{escape(name)}</h3><pre>{escape(str(run))}</pre>")
-        parts.append("" if run.folder is None else _film(run.folder))
+        parts.append("" if run.folder is None else _film_figure(run.folder))
         if run.folder is not None and (file := run.folder / REPEAT).is_file():
             check_links(run.folder, (REPEAT,))
             parts.append(f"<p><code>msrl-jax train --config {escape(str(file))}</code> repeats it.</p>")
@@ -243,9 +257,9 @@ def _each(found: Mapping[str, Outcome]) -> str:
     return "\n".join(parts)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, plain: bool = True) -> str:
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[object]], *, plain: bool = True) -> str:
     """Makes a table of texts, or of elements unless `plain`."""
     cell = (lambda x: escape(str(x))) if plain else str
     lines = ["".join(f"<td>{cell(x)}</td>" for x in row) for row in rows]
-    first = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table><tr>{first}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    header = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -54,9 +54,9 @@ def plans(
     policy: str | None = None,
     devices: Sequence[str] = (),
     envs_per_device: int | None = None,
-    **asked: Any,
+    **overrides: Any,
 ) -> list[Scaled]:
-    """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing. `asked` are
+    """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing. `overrides` are
     arguments of `train` that determine what is computed, and fields of the config.
 
     If the policy is None, it is that of `train`; in its text, `{n}` and `{half}` stand for the number of devices and half of
@@ -64,22 +64,22 @@ def plans(
     """
     if envs_per_device is not None:
         whole("envs_per_device", envs_per_device)
-        if "num_envs" in asked:
+        if "num_envs" in overrides:
             raise ValueError("num_envs and envs_per_device both choose the number of environments; leave one out")
-    found = []
-    for name, there in [(name, plan_devices(name)) for name in devices]:  # check all names before the first plan
-        count = len(there)
+    scaled = []
+    for name, plan_on in [(name, plan_devices(name)) for name in devices]:  # check all names before the first plan
+        count = len(plan_on)
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
-        with planning_for(there):
-            experiment = make_experiment(algo, env, **asked | sized)
+        with planning_for(plan_on):
+            experiment = make_experiment(algo, env, **overrides | sized)
             text = experiment.usual_policy if policy is None else policy
             placed = policies.get(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
-            program = experiment.compile(placed, there)
-            before, plan = program.compile_seconds, program.explain()
+            program = experiment.compile(placed, plan_on)
+            tracing_seconds, plan = program.compile_seconds, program.explain()
         num_envs = getattr(experiment.algorithm, "num_envs", None)
-        seconds = before, program.compile_seconds - before
-        found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan, *seconds))
-    return found
+        seconds = tracing_seconds, program.compile_seconds - tracing_seconds
+        scaled.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan, *seconds))
+    return scaled
 
 
 def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
@@ -90,7 +90,9 @@ def cells_of(row: Scaled, columns: Sequence[str]) -> list[str]:
         """Formats a number for every placement; once, if it is the same for all."""
         values = {placement: text(number) for placement, number in d[name].items()}
         differ = len({*values.values()}) > 1
-        return ", ".join(f"{k} {x}" for k, x in values.items()) if differ else next(iter(values.values()), "-")
+        return (
+            ", ".join(f"{k} {number_text}" for k, number_text in values.items()) if differ else next(iter(values.values()), "-")
+        )
 
     cells = {
         "policy": row.policy,

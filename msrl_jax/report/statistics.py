@@ -36,23 +36,23 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        known = math.isfinite(self.high - self.low)
-        digits = decimals(self.value, self.high - self.low if known else 0.0)
-        return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if known else "")
+        has_interval = math.isfinite(self.high - self.low)
+        digits = decimals(self.value, self.high - self.low if has_interval else 0.0)
+        return f"{self.value:.{digits}f}" + (f" [{self.low:.{digits}f}, {self.high:.{digits}f}]" if has_interval else "")
 
 
-def mean(scores: Any, axis: int = -1) -> Any:
+def mean(scores: np.ndarray, axis: int = -1) -> np.ndarray:
     """Returns the mean of scores `[..., S]`."""
     return np.mean(scores, axis=axis)
 
 
-def interquartile_mean(scores: Any, axis: int = -1) -> Any:
+def interquartile_mean(scores: np.ndarray, axis: int = -1) -> np.ndarray:
     """Returns the mean of the middle half of scores `[..., S]`."""
     return stats.trim_mean(scores, _TRIMMED, axis=axis)
 
 
 def estimate(
-    scores: Scores, statistic: Callable[..., Any] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
+    scores: Scores, statistic: Callable[..., np.ndarray] = interquartile_mean, *, confidence: float = 0.95, seed: int = 0
 ) -> Estimate:
     """Estimates a statistic of the scores of all tasks, with a stratified bootstrap interval: seeds are resampled per task.
 
@@ -72,16 +72,16 @@ def estimate(
     _check_share("confidence", confidence)
     if not callable(statistic):
         raise ValueError(f"statistic={shown(statistic)} is not a function; use one of (scores, axis), such as statistics.mean")
-    tasks = _checked(scores)
+    tasks = _check_scores(scores)
 
-    def joined(*each: np.ndarray, axis: int = -1) -> Any:
-        return statistic(np.concatenate(each, axis=axis), axis=axis)
+    def joined(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
+        return statistic(np.concatenate(samples, axis=axis), axis=axis)
 
-    return _bootstrapped(tasks, joined, confidence, seed, sum(map(len, tasks)))
+    return _bootstrap(tasks, joined, confidence, seed, sum(map(len, tasks)))
 
 
-def _bootstrapped(
-    samples: list[np.ndarray], statistic: Callable[..., Any], confidence: float, seed: int, size: int
+def _bootstrap(
+    samples: list[np.ndarray], statistic: Callable[..., np.ndarray], confidence: float, seed: int, size: int
 ) -> Estimate:
     """Estimates a statistic of several samples, `(*samples, axis)`, with an interval; each sample is resampled independently.
     Every resample needs `size` numbers."""
@@ -117,8 +117,8 @@ def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: as in `estimate`, and if the thresholds are not valid numbers.
     """
-    limits = _array(thresholds, "the thresholds")
-    return np.mean([(task[:, None] > limits).mean(0) for task in _checked(scores)], axis=0)
+    limits = _check_array(thresholds, "the thresholds")
+    return np.mean([(task[:, None] > limits).mean(0) for task in _check_scores(scores)], axis=0)
 
 
 def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -> Estimate:
@@ -135,18 +135,18 @@ def probability_of_improvement(ours: Scores, theirs: Scores, *, seed: int = 0) -
     Raises:
       ValueError: if the numbers of tasks differ, and as in `estimate`.
     """
-    ours, theirs = _checked(ours), _checked(theirs)
+    ours, theirs = _check_scores(ours), _check_scores(theirs)
     if len(ours) != len(theirs):
         raise ValueError(f"there are {len(ours)} tasks of ours and {len(theirs)} of theirs; give the scores of the same tasks")
     pairs = list(zip(ours, theirs, strict=True))
 
-    def above(*each: np.ndarray, axis: int = -1) -> Any:
-        halves = zip(each[: len(pairs)], each[len(pairs) :], strict=True)
+    def above(*samples: np.ndarray, axis: int = -1) -> np.ndarray:
+        halves = zip(samples[: len(pairs)], samples[len(pairs) :], strict=True)
         wins = [np.sign(x[..., :, None] - y[..., None, :]).mean((-2, -1)) / 2 + 0.5 for x, y in halves]
         return np.mean(wins, axis=0)
 
     size = sum(len(x) * len(y) for x, y in pairs)
-    return _bootstrapped([x for x, _ in pairs] + [y for _, y in pairs], above, 0.95, seed, size)
+    return _bootstrap([x for x, _ in pairs] + [y for _, y in pairs], above, 0.95, seed, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,20 +181,20 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
       ValueError: if `ours` or `theirs` is empty, or if a score is not finite.
     """
     _check_share("false_alarm", false_alarm)
-    x, y = _array(ours, "ours"), _array(theirs, "theirs")
+    x, y = _check_array(ours, "ours"), _check_array(theirs, "theirs")
     rng = np.random.default_rng(check_seed(seed))
     difference = float(x.mean() - y.mean())
     if abs(difference) <= _SAME * max(abs(x.mean()), abs(y.mean())):  # rounding differences, such as on another processor
         difference = 0.0
-    if _least(len(x), len(y)) > false_alarm:
+    if _smallest_p_value(len(x), len(y)) > false_alarm:
         return Agreement("too few", difference, math.nan)
     if difference == 0:
         return Agreement("agrees", 0.0, 1.0)
 
-    def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> Any:
+    def apart(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.mean(x, axis=axis) - np.mean(y, axis=axis)
 
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (x, y),
         apart,
         vectorized=True,
@@ -203,17 +203,17 @@ def agreement(ours: np.ndarray, theirs: np.ndarray, *, false_alarm: float = FALS
         rng=rng,
         batch=min(_BATCH, max(1, _AT_ONCE // (len(x) + len(y)))),
     )
-    return Agreement("agrees" if found.pvalue > false_alarm else "does not agree", difference, float(found.pvalue))
+    return Agreement("agrees" if test.pvalue > false_alarm else "does not agree", difference, float(test.pvalue))
 
 
-def fewest(others: int) -> int | None:
-    """Returns the fewest scores with which `agreement` can find a difference from `others` scores; None if that is one."""
-    if others < 2:
+def fewest(count_of_others: int) -> int | None:
+    """Returns the fewest scores with which `agreement` can find a difference from `count_of_others` scores; None for one."""
+    if count_of_others < 2:
         return None
-    return next(count for count in itertools.count(2) if _least(count, others) <= FALSE_ALARM)
+    return next(count for count in itertools.count(2) if _smallest_p_value(count, count_of_others) <= FALSE_ALARM)
 
 
-def _least(ours: int, theirs: int) -> float:
+def _smallest_p_value(ours: int, theirs: int) -> float:
     """Returns the smallest p-value of the permutation test; 1 if one side has a single score, which cannot be tested."""
     return max(2 / math.comb(ours + theirs, ours), 2 / (_PERMUTATIONS + 1)) if min(ours, theirs) > 1 else 1.0
 
@@ -223,28 +223,28 @@ def _check_share(name: str, value: float) -> None:
         raise ValueError(f"{name}={shown(value)} is not between 0 and 1; give a probability, such as 0.01 or 0.95")
 
 
-def _checked(scores: Scores) -> list[np.ndarray]:
+def _check_scores(scores: Scores) -> list[np.ndarray]:
     if not isinstance(scores, Sequence | np.ndarray | jax.Array) or isinstance(scores, str):
         raise ValueError(f"scores of type {type(scores).__name__} are not a list; give an array [S] for each task")
     if not len(scores):
         raise ValueError("the list of tasks is empty; give the scores of at least one")
-    return [_array(task, f"the scores of task {number}") for number, task in enumerate(scores)]
+    return [_check_array(task, f"the scores of task {number}") for number, task in enumerate(scores)]
 
 
-def _array(values: Any, what: str) -> np.ndarray:
+def _check_array(values: Any, name: str) -> np.ndarray:
     """Converts numbers to float64 `[N]`; raises ValueError if they are something else."""
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{what} are not an array ({error}); give numbers, [N]") from None
-    if found.ndim != 1 or not len(found):
-        remedy = "put those of one task into a list, [scores]" if found.ndim == 0 else "give one for each seed, [S]"
-        raise ValueError(f"{what} have shape {list(found.shape)}; {remedy}")
-    if not any(jnp.issubdtype(found.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
-        raise ValueError(f"{what} are of type {found.dtype}; give real numbers")
+        raise ValueError(f"{name} are not an array ({error}); give numbers, [N]") from None
+    if array.ndim != 1 or not len(array):
+        remedy = "put those of one task into a list, [scores]" if array.ndim == 0 else "give one for each seed, [S]"
+        raise ValueError(f"{name} have shape {list(array.shape)}; {remedy}")
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
+        raise ValueError(f"{name} are of type {array.dtype}; give real numbers")
     if np.ma.is_masked(values):
-        raise ValueError(f"{what} are partly masked; leave such runs out, and say so")
-    found = found.astype(np.float64)
-    if not np.isfinite(found).all():
-        raise ValueError(f"{what} are not all finite; leave such runs out, and say so")
-    return found
+        raise ValueError(f"{name} are partly masked; leave such runs out, and say so")
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} are not all finite; leave such runs out, and say so")
+    return array

@@ -37,7 +37,7 @@ class Span(NamedTuple):
     end: float
     name: str  # name of the operation; for host time, the text after the prefix
     program: str = ""  # the name of the operation's program; empty for host time
-    run: tuple[Any, ...] = ()  # the run of that program, on one device
+    run: tuple[object, ...] = ()  # the run of that program, on one device
     thread: str = ""
 
 
@@ -50,7 +50,7 @@ class Activity(NamedTuple):
     key: Key
 
 
-def record_spans(run: Callable[[], Any]) -> tuple[list[Span], int]:
+def record_spans(run: Callable[[], object]) -> tuple[list[Span], int]:
     """Traces a function; returns the spans during its run, and the number of traced events.
 
     Raises:
@@ -60,16 +60,16 @@ def record_spans(run: Callable[[], Any]) -> tuple[list[Span], int]:
     options: Any = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
     with tempfile.TemporaryDirectory(prefix="msrl-jax-trace-") as folder:
-        with _tracing(folder, options), jax.profiler.TraceAnnotation(WINDOW):
+        with _trace_to(folder, options), jax.profiler.TraceAnnotation(WINDOW):
             run()
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise RuntimeError("jax.profiler wrote no trace; is another profiler at work?")
-        return _spans(jax.profiler.ProfileData.from_file(str(files[-1])))
+        return _read_spans(jax.profiler.ProfileData.from_file(str(files[-1])))
 
 
 @contextlib.contextmanager
-def _tracing(folder: str, options: Any) -> Iterator[None]:
+def _trace_to(folder: str, options: Any) -> Iterator[None]:
     try:
         jax.profiler.start_trace(folder, profiler_options=options)
     except RuntimeError as error:
@@ -86,8 +86,8 @@ def _tracing(folder: str, options: Any) -> Iterator[None]:
             ) from error
 
 
-def _spans(data: Any) -> tuple[list[Span], int]:
-    found: list[Span] = []
+def _read_spans(data: Any) -> tuple[list[Span], int]:
+    spans: list[Span] = []
     number, window = 0, (0.0, 0.0)
     for plane in data.planes:
         lines = list(plane.lines)
@@ -100,18 +100,18 @@ def _spans(data: Any) -> tuple[list[Span], int]:
                 if name.startswith(IN_TRACES):
                     if name == WINDOW:
                         window = start, end
-                    found.append(Span(start, end, name.removeprefix(IN_TRACES), thread=line.name))
+                    spans.append(Span(start, end, name.removeprefix(IN_TRACES), thread=line.name))
                     continue
                 stats = dict(event.stats)
                 if (program := stats.get("hlo_module")) and (op := stats.get("hlo_op")):
                     run = (program, stats.get("run_id"), stats.get("device_ordinal", plane.name))
-                    found.append(Span(start, end, str(op), str(program), run, line.name))
-    inside = [
-        x._replace(start=max(x.start, window[0]) - window[0], end=min(x.end, window[1]) - window[0])
-        for x in found
-        if x.end > window[0] and x.start < window[1]
+                    spans.append(Span(start, end, str(op), str(program), run, line.name))
+    spans_in_window = [
+        span._replace(start=max(span.start, window[0]) - window[0], end=min(span.end, window[1]) - window[0])
+        for span in spans
+        if span.end > window[0] and span.start < window[1]
     ]
-    return inside, number
+    return spans_in_window, number
 
 
 def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] | None]) -> Iterator[Activity]:
@@ -121,12 +121,12 @@ def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] |
       spans: the spans of the trace.
       key_of: returns the level and the key of an operation; None for operations that only contain others, such as loops.
     """
-    runs: dict[tuple[Any, ...], list[tuple[float, float, Key]]] = collections.defaultdict(list)
+    runs: dict[tuple[object, ...], list[tuple[float, float, Key]]] = collections.defaultdict(list)
     for span in spans:
         if span.program:
-            if (whose := key_of(span)) is not None:
-                yield Activity(span.start, span.end, *whose)
-                runs[span.run].append((span.start, span.end, whose[1]))
+            if (level_and_key := key_of(span)) is not None:
+                yield Activity(span.start, span.end, *level_and_key)
+                runs[span.run].append((span.start, span.end, level_and_key[1]))
         elif span.name == "transfer":
             yield Activity(span.start, span.end, MOVING, ("transfer", ""))
         elif span.name.startswith("host "):
@@ -135,41 +135,43 @@ def activities(spans: Sequence[Span], key_of: Callable[[Span], tuple[int, Key] |
         if number is None:
             continue  # the boundary between runs is unknown
         operations.sort()
-        reached = operations[0][0] if operations else 0.0
+        latest_end = operations[0][0] if operations else 0.0
         for start, end, key in operations:
-            if start > reached:
-                yield Activity(reached, start, LAUNCHING, key)
-            reached = max(reached, end)
+            if start > latest_end:
+                yield Activity(latest_end, start, LAUNCHING, key)
+            latest_end = max(latest_end, end)
     window = next(span for span in spans if span.name == "window")
     waits = sorted((span.start, span.end) for span in spans if span.name == "wait")
-    reached = window.start
+    latest_end = window.start
     for start, end in [*waits, (window.end, window.end)]:
-        if start > reached:
-            yield Activity(reached, start, DRIVING, ("Python", ""))
-        reached = max(reached, end)
+        if start > latest_end:
+            yield Activity(latest_end, start, DRIVING, ("Python", ""))
+        latest_end = max(latest_end, end)
 
 
-def divided(found: Sequence[Activity], seconds: float) -> dict[tuple[int, Key], float]:
+def divided(activity_list: Sequence[Activity], seconds: float) -> dict[tuple[int, Key], float]:
     """Returns the time of each key at each level; together with that of `("idle", "")`, they sum to the total time.
 
     Args:
-      found: activities, from 0 to `seconds`.
+      activity_list: activities, from 0 to `seconds`.
       seconds: the total time.
     """
-    changes = sorted([(x.start, 1, x.level, x.key) for x in found] + [(x.end, -1, x.level, x.key) for x in found])
+    changes = sorted(
+        [(x.start, 1, x.level, x.key) for x in activity_list] + [(x.end, -1, x.level, x.key) for x in activity_list]
+    )
     active: list[dict[Key, int]] = [{} for _ in range(IDLE)] + [{("idle", ""): 1}]
     totals: dict[tuple[int, Key], float] = collections.defaultdict(float)
-    now = 0.0
-    for at, change, level, key in [*changes, (seconds, 0, IDLE, ("idle", ""))]:
-        if at > now:
-            first = next(level for level, counts in enumerate(active) if counts)
-            share = (at - now) / sum(active[first].values())
-            for each, count in active[first].items():
-                totals[first, each] += share * count
-            now = at
-        left = active[level].get(key, 0) + change
-        if left:
-            active[level][key] = left
+    time = 0.0
+    for change_time, change, level, key in [*changes, (seconds, 0, IDLE, ("idle", ""))]:
+        if change_time > time:
+            top_level = next(level for level, counts in enumerate(active) if counts)
+            share = (change_time - time) / sum(active[top_level].values())
+            for active_key, count in active[top_level].items():
+                totals[top_level, active_key] += share * count
+            time = change_time
+        count = active[level].get(key, 0) + change
+        if count:
+            active[level][key] = count
         else:
             active[level].pop(key, None)
     return dict(totals)
@@ -188,17 +190,19 @@ def without_overhead(
       operations: the number of operations of each key.
       overhead: the total overhead of tracing.
     """
-    launching = {key: x for (level, key), x in times.items() if level == LAUNCHING}
-    while overhead > 1e-12 and (total := sum(operations[key] for key, x in launching.items() if x > 0)):
-        taken = {key: min(x, overhead * operations[key] / total) for key, x in launching.items() if x > 0}
-        launching = {key: x - taken.get(key, 0.0) for key, x in launching.items()}
-        overhead -= sum(taken.values())
-    traced = sum(x for (level, _), x in times.items() if level not in (LAUNCHING, IDLE))
+    launching = {key: seconds for (level, key), seconds in times.items() if level == LAUNCHING}
+    while overhead > 1e-12 and (total := sum(operations[key] for key, seconds in launching.items() if seconds > 0)):
+        subtracted = {
+            key: min(seconds, overhead * operations[key] / total) for key, seconds in launching.items() if seconds > 0
+        }
+        launching = {key: seconds - subtracted.get(key, 0.0) for key, seconds in launching.items()}
+        overhead -= sum(subtracted.values())
+    traced = sum(seconds for (level, _), seconds in times.items() if level not in (LAUNCHING, IDLE))
     part = 1 - min(overhead / traced, 1.0) if traced else 1.0
-    left: dict[Key, float] = collections.defaultdict(float)
-    for (level, key), x in times.items():
-        left[key] += launching[key] if level == LAUNCHING else x if level == IDLE else x * part
-    return dict(left)
+    remaining: dict[Key, float] = collections.defaultdict(float)
+    for (level, key), seconds in times.items():
+        remaining[key] += launching[key] if level == LAUNCHING else seconds if level == IDLE else seconds * part
+    return dict(remaining)
 
 
 def in_perfetto(events: Sequence[tuple[Span, Key | None]]) -> dict[str, Any]:
@@ -219,7 +223,7 @@ def in_perfetto(events: Sequence[tuple[Span, Key | None]]) -> dict[str, Any]:
                 "tid": threads.index(span.thread),
                 "ts": span.start * 1e6,
                 "dur": (span.end - span.start) * 1e6,
-                "args": {name: x for name, x in about.items() if x},
+                "args": {name: value for name, value in about.items() if value},
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": rows}

@@ -73,12 +73,18 @@ class Choice:
         rows = []
         for a in self.alternatives:
             if (p := a.prediction) is not None:
-                programs = ", ".join(f"{name} {_short(1e3 * seconds)}" for name, seconds in p.programs.items())
-                moved = f"{_short(1e3 * p.transfers)} ({p.exchanges})" if p.exchanges else "-"
-                times = [_short(1e3 * p.seconds), programs, moved, _short(1e3 * p.dispatch), f"{a.compile_seconds:.1f}"]
+                programs = ", ".join(f"{name} {_format_number(1e3 * seconds)}" for name, seconds in p.programs.items())
+                moved = f"{_format_number(1e3 * p.transfers)} ({p.exchanges})" if p.exchanges else "-"
+                times = [
+                    _format_number(1e3 * p.seconds),
+                    programs,
+                    moved,
+                    _format_number(1e3 * p.dispatch),
+                    f"{a.compile_seconds:.1f}",
+                ]
                 rows.append([spec(a.policy), *times])
-        refused = [line for a in self.alternatives if a.refusal for line in paragraph(f"{spec(a.policy)}: {a.refusal}")]
-        return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refused])
+        refusals = [line for a in self.alternatives if a.refusal for line in paragraph(f"{spec(a.policy)}: {a.refusal}")]
+        return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refusals])
 
 
 @entry
@@ -121,15 +127,17 @@ def choose_policy(
     if policies is None and len(jax.devices() if devices is None else devices) == 1:
         usual = registry.get(experiment.usual_policy)
         return Choice(usual, (Alternative(usual, None),), f"{spec(usual)}: on one device nothing crosses, in one program")
-    measured = []
+    alternatives = []
     for policy in {spec(p): p for p in candidates}.values():
         note(f"measuring {spec(policy)}")
-        measured.append(_measured(experiment, policy, devices, delay))
-    known = sorted((a for a in measured if a.prediction), key=_seconds)
-    if not known:
-        refused = "; ".join(f"{spec(a.policy)}: {a.refusal}" for a in measured)
-        raise ValueError(f'policy="auto" found no policy that can run this: {refused}')
-    return Choice(known[0].policy, (*known, *(a for a in measured if not a.prediction)), _reason(known, delay))
+        alternatives.append(_measure(experiment, policy, devices, delay))
+    runnable = sorted((a for a in alternatives if a.prediction), key=_predicted_seconds)
+    if not runnable:
+        refusals = "; ".join(f"{spec(a.policy)}: {a.refusal}" for a in alternatives)
+        raise ValueError(f'policy="auto" found no policy that can run this: {refusals}')
+    return Choice(
+        runnable[0].policy, (*runnable, *(a for a in alternatives if not a.prediction)), _explain_choice(runnable, delay)
+    )
 
 
 def is_auto(policy: object) -> bool:
@@ -141,7 +149,7 @@ def resolve_policy(
     policy: str | DistributionPolicy,
     experiment: Experiment,
     devices: Sequence[Device] | None,
-    say: Callable[[str], Any],
+    say: Callable[[str], object],
     stop: Callable[[], str],
 ) -> DistributionPolicy:
     """Returns the policy itself, or the chosen one if it is "auto".
@@ -163,59 +171,62 @@ def resolve_policy(
 
 def _candidates() -> list[DistributionPolicy]:
     """Returns the registered policies that need no parameters."""
-    found = []
+    candidates = []
     for name in registry.names():
-        needed = inspect.signature(registry.POLICIES[name]).parameters.values()
-        if all(p.default is not p.empty for p in needed):
-            found.append(registry.get(name))
-    return found
+        parameters = inspect.signature(registry.POLICIES[name]).parameters.values()
+        if all(p.default is not p.empty for p in parameters):
+            candidates.append(registry.get(name))
+    return candidates
 
 
 def _check_measurable(experiment: Experiment, devices: Sequence[Device] | None) -> None:
-    name = "name a policy instead"
-    given = () if devices is None else check_devices(devices)
+    remedy = "name a policy instead"
+    checked_devices = () if devices is None else check_devices(devices)
     if is_on_host(experiment.environment):
         raise ValueError(
             f'policy="auto" does not support {experiment.env_name}: measuring would step its simulators on the host and so '
-            f"change the run; {name}, such as {experiment.usual_policy}, the default for simulators on the host"
+            f"change the run; {remedy}, such as {experiment.usual_policy}, the default for simulators on the host"
         )
     if jax.process_count() > 1:
         raise ValueError(
-            f'policy="auto" needs a single process, because each of {jax.process_count()} would measure different times; {name}'
+            f'policy="auto" needs a single process, because each of {jax.process_count()} would measure different times; '
+            f"{remedy}"
         )
-    if missing := [d for d in given if is_planned(d)]:
-        raise ValueError(f'policy="auto" cannot measure planned devices, such as {missing[0]}; {name}')
+    if planned := [d for d in checked_devices if is_planned(d)]:
+        raise ValueError(f'policy="auto" cannot measure planned devices, such as {planned[0]}; {remedy}')
 
 
-def _measured(experiment: Experiment, policy: DistributionPolicy, devices: Any, delay: float) -> Alternative:
+def _measure(experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None, delay: float) -> Alternative:
     try:
         program = experiment.compile(policy, devices)
         if program.layout.staleness or not all(codecs.get(edge.codec).lossless for edge in program.layout.codecs):
-            why = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
-            return Alternative(policy, None, refusal=f"it {why}, which changes what is learned; name it as the policy")
+            effect = "acts with old parameters" if program.layout.staleness else "has a codec that loses precision"
+            return Alternative(policy, None, refusal=f"it {effect}, which changes what is learned; name it as the policy")
         prediction = predict(program, experiment.start(program), delay=delay)
     except Exception as error:  # any policy, also a custom one, may raise anything
         return Alternative(policy, None, refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
     return Alternative(policy, prediction, program.compile_seconds)
 
 
-def _seconds(alternative: Alternative) -> float:
+def _predicted_seconds(alternative: Alternative) -> float:
     assert alternative.prediction is not None
     return alternative.prediction.seconds
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     """Formats a number with three digits, or as a whole number."""
     return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
-def _reason(known: Sequence[Alternative], delay: float) -> str:
-    best, *others = known
-    least = _seconds(best)
-    more = f", if transfers take {1e3 * delay:g} ms longer" if delay else ""
-    text = f"{spec(best.policy)}: {_short(1e3 * least)} ms per iteration{more}"
-    if others:
-        text += "; " + ", ".join(f"{spec(a.policy)} {_short(_seconds(a) / least)} times as long" for a in others)
-    if close := [spec(a.policy) for a in others if _seconds(a) < _CLOSE * least]:
+def _explain_choice(runnable: Sequence[Alternative], delay: float) -> str:
+    best, *slower = runnable
+    best_seconds = _predicted_seconds(best)
+    condition = f", if transfers take {1e3 * delay:g} ms longer" if delay else ""
+    text = f"{spec(best.policy)}: {_format_number(1e3 * best_seconds)} ms per iteration{condition}"
+    if slower:
+        text += "; " + ", ".join(
+            f"{spec(a.policy)} {_format_number(_predicted_seconds(a) / best_seconds)} times as long" for a in slower
+        )
+    if close := [spec(a.policy) for a in slower if _predicted_seconds(a) < _CLOSE * best_seconds]:
         text += f". A short measurement does not tell it from {' and '.join(close)}"
     return text

@@ -18,11 +18,11 @@ def memory_of(
     as if XLA fused none of them.
     """
     program = experiment.compile(policy, devices)
-    held = program.state.nbytes
-    parts = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
-    within = temporary_bytes(program.traced.jaxpr.jaxpr) // parts
-    found = []
-    for memory in sharing_memory(held):
-        limit, needed = device_memory(memory), sum(2 * held[device] + within for device in memory)
-        found.append((max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit))
-    return min(found, key=lambda each: each[0])
+    state_bytes = program.state.nbytes
+    num_devices = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
+    temporary = temporary_bytes(program.traced.jaxpr.jaxpr) // num_devices
+    capacities = []
+    for memory in sharing_memory(state_bytes):
+        limit, required = device_memory(memory), sum(2 * state_bytes[device] + temporary for device in memory)
+        capacities.append((max(1, int(HEADROOM * limit / required)) if limit and required else 2**20, required, limit))
+    return min(capacities, key=lambda capacity: capacity[0])

@@ -56,15 +56,15 @@ class Outcome:
         Raises:
           RunFolderError: if the folder holds no run, a damaged one, or one that this version cannot read.
         """
-        found = cls(**store.told(path))
+        outcome = cls(**store.read_outcome(path))
         try:
-            about = found.description
+            about = outcome.description
             whole("members", about["seeds"] * max(map(len, (about["settings"] or {}).values()), default=1), most=MOST_SEEDS)
-            describe(found)
+            describe(outcome)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
             fact = f"{path / CONFIG} does not describe a run ({type(error).__name__}: {error})"
             raise RunFolderError(f"{fact}; restore the file, or start a new run") from error
-        return found
+        return outcome
 
     @property
     def rank_by(self) -> str:
@@ -102,8 +102,8 @@ class Outcome:
     def final(self, name: str) -> np.ndarray:
         """Returns the mean of a history column over the last tenth of training; raises KeyError if it has no such column."""
         if name not in self.history:
-            near, known = suggestion(name, self.history), ", ".join(sorted(self.history))
-            raise KeyError(f"the history has no column {name!r}{near}; it has {known}")
+            hint, columns = suggestion(name, self.history), ", ".join(sorted(self.history))
+            raise KeyError(f"the history has no column {name!r}{hint}; it has {columns}")
         return last_mean(self.history[name])
 
     @entry

@@ -57,7 +57,7 @@ def to_hosts(tree: Tree) -> Tree:
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
+def together(step: str) -> Iterator[None]:
     """Fails a step on all processes if it fails on one. Collectives inside must be in the same order on all processes."""
     try:
         yield
@@ -68,7 +68,7 @@ def together(what: str) -> Iterator[None]:
     failed = [(i, name) for i, name in enumerate(gathered("")) if name]
     if failed:
         number, name = failed[0]
-        raise ProcessError(f"{what} failed on process {number} of {jax.process_count()} ({name}); see its message")
+        raise ProcessError(f"{step} failed on process {number} of {jax.process_count()} ({name}); see its message")
 
 
 def is_loss(error: BaseException) -> bool:

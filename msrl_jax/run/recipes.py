@@ -58,8 +58,8 @@ class Recipe:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the algorithm's config."""
-        own = ("algo", "env", "env_params", "total_steps", "rank_by")
-        return {key: value for key, value in self.settings.items() if key not in own}
+        not_fields = ("algo", "env", "env_params", "total_steps", "rank_by")
+        return {key: value for key, value in self.settings.items() if key not in not_fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Record:
     @property
     def sum(self) -> str:
         """The checksum of the content."""
-        return _sum(dataclasses.asdict(self))
+        return _checksum(dataclasses.asdict(self))
 
     def write(self, path: Path) -> None:
         """Writes the record to a temporary file, then renames it."""
@@ -130,15 +130,15 @@ class Record:
             content = parse_json(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"the record {path} is damaged ({error}); restore it, or write it again{_ANEW}") from None
-        if not isinstance(content, dict) or content.pop("sum", None) != _sum(content):
+        if not isinstance(content, dict) or content.pop("sum", None) != _checksum(content):
             raise RecordError(f"the record {path} was changed after it was written; restore it, or write it again{_ANEW}")
-        if others := {field.name for field in dataclasses.fields(cls)} ^ content.keys():
-            names = ", ".join(sorted(others))
+        if unexpected := {field.name for field in dataclasses.fields(cls)} ^ content.keys():
+            names = ", ".join(sorted(unexpected))
             raise RecordError(f"the record {path} is of another version of msrl-jax ({names}); write it again{_ANEW}")
         return cls(**content)
 
 
-def _sum(content: Mapping[str, Any]) -> str:
+def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -153,12 +153,12 @@ def _files() -> dict[str, Path]:
 
 def matching(patterns: Sequence[str]) -> list[str]:
     """Returns the recipes with these names, or that match patterns such as `ppo-*`; raises ValueError if one matches none."""
-    found: dict[str, None] = {}
+    recipes: dict[str, None] = {}
     for pattern in patterns:
-        if not (some := fnmatch.filter(names(), pattern.lower())):
+        if not (matches := fnmatch.filter(names(), pattern.lower())):
             raise ValueError(f"no recipe is named {pattern!r}{suggestion(pattern, names())}; msrl-jax list --recipes has them")
-        found |= dict.fromkeys(some)
-    return list(found)
+        recipes |= dict.fromkeys(matches)
+    return list(recipes)
 
 
 def find(name: str) -> Recipe:
@@ -171,16 +171,16 @@ def find(name: str) -> Recipe:
     path = files[name.lower()]
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        given = toml.flat(tomllib.loads(text))
-        values = {key.replace("-", "_"): value for key, value in given.items()}
+        content = toml.flat(tomllib.loads(text))
+        values = {key.replace("-", "_"): value for key, value in content.items()}
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"the recipe {path} cannot be read: {error}; write key = value, as in a file of --config") from None
-    if twice := [key for key in given if key.replace("-", "_") != key and key.replace("-", "_") in given]:
+    if twice := [key for key in content if key.replace("-", "_") != key and key.replace("-", "_") in content]:
         raise ValueError(f"{twice[0]} and {twice[0].replace('-', '_')} are the same key in the recipe {path}; delete one")
     for key, kind, example in (("algo", str, '"ppo"'), ("env", str, '"CartPole-v1"'), ("total_steps", int, "500_000")):
         if type(values.get(key)) is not kind:
-            given = repr(values[key]) if key in values else "missing"
-            raise ValueError(f"{key} is {given} in the recipe {path}; write a value such as {key} = {example}")
+            actual = repr(values[key]) if key in values else "missing"
+            raise ValueError(f"{key} is {actual} in the recipe {path}; write a value such as {key} = {example}")
     lines = text.splitlines()
     head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return Recipe(name.lower(), path, " ".join(line.lstrip("# ") for line in head), values)
@@ -196,15 +196,15 @@ def of_pair(algo: str, env: str) -> Recipe | None:
     return None
 
 
-def records_folder(given: str | os.PathLike | None = None) -> Path | None:
-    """Returns the folder of the records: the given one, otherwise the one in a clone; None without a clone.
+def records_folder(path: str | os.PathLike | None = None) -> Path | None:
+    """Returns the folder of the records: `path`, or the one in a clone; None without a clone.
 
     Raises:
       ValueError: if the given path is not a folder.
     """
-    if given is None:
+    if path is None:
         return next((place for place in RECORDS if place.is_dir()), None)
-    folder = as_path("records", given)
+    folder = as_path("records", path)
     if not folder.is_dir():
         raise ValueError(f"the folder of records {folder} does not exist; give benchmarks/records of a clone (--records)")
     return folder
@@ -228,16 +228,18 @@ def record_of(recipe: Recipe, folder: Path | None) -> Record | None:
     return record
 
 
-def check_same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(name: str, record_settings: Mapping[str, Any], recipe_settings: Mapping[str, Any]) -> None:
     """Raises RecordError if the settings of a record differ from the recipe's current settings."""
-    if changed := difference(was, now):
-        raise RecordError(f"the record of {name} is {changed}; write it again with msrl-jax reproduce {name} --update")
+    if fact := difference(record_settings, recipe_settings):
+        raise RecordError(f"the record of {name} is {fact}; write it again with msrl-jax reproduce {name} --update")
 
 
-def difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def difference(record_settings: Mapping[str, Any], recipe_settings: Mapping[str, Any]) -> str:
     """Describes the first setting in which a record differs from the current recipe; empty if they agree."""
-    changed = next((key for key in {**was, **now} if was.get(key) != now.get(key)), None)
-    if changed is None:
+    key = next(
+        (key for key in {**record_settings, **recipe_settings} if record_settings.get(key) != recipe_settings.get(key)), None
+    )
+    if key is None:
         return ""
-    before, after = (settings.get(changed, "the default") for settings in (was, now))
-    return f"of {changed}={before}, and the recipe has {after} now"
+    recorded, current = (settings.get(key, "the default") for settings in (record_settings, recipe_settings))
+    return f"of {key}={recorded}, and the recipe has {current} now"

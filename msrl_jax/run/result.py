@@ -14,7 +14,7 @@ import numpy as np
 from msrl_jax.agents.agent import innermost
 from msrl_jax.configs.replacing import with_values
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.support.checks import check_seed, shown
 from msrl_jax.fragments.support.random_keys import is_key, key_for
@@ -22,14 +22,14 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.run.evaluation.history import final
-from msrl_jax.run.experiment.agent_transforms import UNRANKED, map_members, state_of_member
+from msrl_jax.run.experiment.members import UNRANKED, map_members, state_of_member
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.outcome import Outcome
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -64,7 +64,7 @@ class Result(Outcome):
     """
 
     experiment: Experiment
-    run_state: Any
+    run_state: PyTree
     registers: tuple[jax.Array, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Result(Outcome):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The algorithm's state at the end; if there are members, its leaves have a leading dimension `M`."""
         return innermost(self.run_state)
 
@@ -110,10 +110,10 @@ class Result(Outcome):
         """
         if self.members == 1:
             return 0
-        last, by = self.evaluation, self.experiment.rank_by
+        evaluation, rank_by = self.evaluation, self.experiment.rank_by
         if not self.experiment.is_ranked:
             raise ValueError(f"{UNRANKED}; choose one: member=0, or result.select(member=0)")
-        if self.behavior.agent.unit == "updates" and by == "return":
+        if self.behavior.agent.unit == "updates" and rank_by == "return":
             if "validation_loss" not in self.history:
                 raise ValueError(
                     "offline members are ranked by their validation loss, and this run has none; choose one, member=0, or "
@@ -121,7 +121,9 @@ class Result(Outcome):
                 )
             scores = -np.atleast_1d(self.final("validation_loss"))
         else:
-            scores = np.atleast_1d(final(self.history, f"episode_{by}") if last is None else last.means[f"eval_{by}"])
+            scores = np.atleast_1d(
+                final(self.history, f"episode_{rank_by}") if evaluation is None else evaluation.means[f"eval_{rank_by}"]
+            )
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def member(self, member: int | None = None) -> int:
@@ -133,12 +135,12 @@ class Result(Outcome):
         if member is None:
             return self.best
         if not _is_number(member) or not 0 <= member < self.members:
-            which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
-            raise ValueError(f"member={shown(member)}: this run has {which}; use one of them, or None for the best one")
+            members = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
+            raise ValueError(f"member={shown(member)}: this run has {members}; use one of them, or None for the best one")
         return int(member)
 
     @entry
-    def member_state(self, member: int | None = None) -> Any:
+    def member_state(self, member: int | None = None) -> PyTree:
         """Returns the state of one member; None selects the best one.
 
         Raises:
@@ -146,7 +148,7 @@ class Result(Outcome):
         """
         return innermost(self.acting_state(member))
 
-    def acting_state(self, member: int | None = None) -> Any:
+    def acting_state(self, member: int | None = None) -> PyTree:
         """Returns the state of one member in the form that `behavior` takes: `member_state`, wrapped as in `run_state`."""
         number, state = self.member(member), acting_part(self.run_state)
         return state_of_member(self.behavior.agent, state, number) if self.has_members else state
@@ -167,31 +169,33 @@ class Result(Outcome):
         """
         if settings is not None and member is not None:
             raise ValueError(f"settings={shown(settings)} and member={shown(member)} are both given; give one")
-        was = self.experiment.settings
+        values_by_field = self.experiment.settings
         if settings is not None:
-            count = len(next(iter(was.values()))) if was else 0
-            chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
-            if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
-                has = f"settings 0 to {count - 1}" if count else "only one setting; select a seed with select(member=0)"
-                raise ValueError(f"settings={shown(settings)}: this run has {has}; list at least one of them, each once")
-            rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
-            return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
+            count = len(next(iter(values_by_field.values()))) if values_by_field else 0
+            indices: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
+            if not indices or len(set(indices)) < len(indices) or not all(_is_number(x) and 0 <= x < count for x in indices):
+                choices = f"settings 0 to {count - 1}" if count else "only one setting; select a seed with select(member=0)"
+                raise ValueError(f"settings={shown(settings)}: this run has {choices}; list at least one of them, each once")
+            rows = np.array([s * self.seeds + i for s in indices for i in range(self.seeds)])
+            return self._select_rows(
+                rows, settings={name: tuple(values[s] for s in indices) for name, values in values_by_field.items()}
+            )
         number = self.member(member)
         if not self.has_members:
             return self
         setting = dict(self.settings[number])
         changes = {"seed": setting.pop("seed"), "seeds": 1, "settings": {name: (x,) for name, x in setting.items()}}
-        return self._of_rows(np.array([number]) if setting else number, **changes)
+        return self._select_rows(np.array([number]) if setting else number, **changes)
 
-    def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
+    def _select_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
         """Returns the result of some members; `changes` are applied to the experiment."""
         if self.experiment.pbt:
             raise ValueError("select does not support pbt, whose members evolve together; pass member= to act and evaluate")
         algorithm = with_values(self.config, {name: values[0] for name, values in changes["settings"].items()})
-        return of_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
+        return join_members([(self, rows)], self.experiment.replaced(**changes, algorithm=algorithm))
 
     @functools.cached_property
-    def _compiled(self) -> tuple[Callable[..., tuple[jax.Array, Any]], Callable[..., jax.Array]]:
+    def _compiled_functions(self) -> tuple[Callable[..., tuple[jax.Array, PyTree]], Callable[..., jax.Array]]:
         """`act_with_carry` and `probabilities` of `behavior`, compiled; they take the index of a member."""
         behavior, many, leaves = self.behavior, self.has_members, self.behavior.take(acting_part(self.run_state))
 
@@ -204,7 +208,7 @@ class Result(Outcome):
         return compiled(behavior.act_with_carry), compiled(behavior.probabilities)
 
     @entry
-    def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
+    def act(self, obs: PyTree, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
 
         Args:
@@ -229,8 +233,8 @@ class Result(Outcome):
 
     @entry
     def act_with_carry(
-        self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
-    ) -> tuple[jax.Array, Any]:
+        self, obs: PyTree, carry: PyTree = None, key: jax.Array | None = None, *, member: int | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Chooses actions for raw observations with the carry of a recurrent agent; for other agents, the carry is empty.
 
         Args:
@@ -250,11 +254,11 @@ class Result(Outcome):
             raise TypeError(f"act needs one typed key, got key={shown(key)}; make it with jax.random.key(seed)")
         count = jax.tree.leaves(obs)[0].shape[0]
         carry = self.behavior.checked_carry(carry, count)
-        actions, carry = self._compiled[0](self.member(member), obs, carry, key)
+        actions, carry = self._compiled_functions[0](self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
 
     @entry
-    def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
+    def probabilities(self, obs: PyTree, *, member: int | None = None) -> jax.Array:
         """Returns the probabilities with which `act` chooses discrete actions when it has a key.
 
         Args:
@@ -270,7 +274,7 @@ class Result(Outcome):
             for several agents) or is recurrent, or as in `act`.
         """
         obs, single = self.behavior.batched(obs)
-        probabilities = self._compiled[1](self.member(member), obs)
+        probabilities = self._compiled_functions[1](self.member(member), obs)
         return probabilities[0] if single else probabilities
 
     @entry
@@ -299,7 +303,7 @@ class Result(Outcome):
         Raises:
           ValueError: if a number is out of range, or the run has no such member.
         """
-        evaluator = make_evaluator(self.behavior.elsewhere(env_params), episodes, max_steps=max_steps)
+        evaluator = make_evaluator(self.behavior.with_env_params(env_params), episodes, max_steps=max_steps)
         try:
             return evaluator(self.acting_state(member), key_for("play", jax.random.key(check_seed(seed))))
         finally:
@@ -355,15 +359,15 @@ class Result(Outcome):
         return cls(**store.load(Path(path), env, env_params, checkpoint, objects, trust))
 
 
-def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:
+def join_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experiment: Experiment) -> Result:
     """Makes a run from `parts`, pairs of a run and its rows of members; all of them have the same number of chunks."""
     run, agent = parts[0][0], parts[0][0].behavior.agent
 
     def rows_of(*xs: Any) -> Any:
-        found = [x[rows] for x, (_, rows) in zip(xs, parts, strict=True)]
-        if len(found) == 1:
-            return found[0]
-        return (jnp if isinstance(found[0], jax.Array) else np).concatenate(found)
+        parts_of_members = [x[rows] for x, (_, rows) in zip(xs, parts, strict=True)]
+        if len(parts_of_members) == 1:
+            return parts_of_members[0]
+        return (jnp if isinstance(parts_of_members[0], jax.Array) else np).concatenate(parts_of_members)
 
     def of_run(run: Result) -> Any:
         """Returns all values with a leading dimension of members, except the state."""
@@ -371,7 +375,7 @@ def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experim
         return columns, run.registers, vars(run.evaluation) if evaluated else None
 
     evaluated = all(run.evaluation is not None for run, _ in parts)
-    columns, registers, last = jax.tree.map(rows_of, *(of_run(run) for run, _ in parts))
+    columns, registers, evaluation = jax.tree.map(rows_of, *(of_run(run) for run, _ in parts))
     states = [agent.without_data(run.run_state) for run, _ in parts]
     about = experiment.to_json()
     if about["data"] is None:  # keep the description of a loaded result's data set
@@ -385,5 +389,5 @@ def of_members(parts: Sequence[tuple[Result, np.ndarray | slice | int]], experim
         history={name: columns[name].T if name in columns else x for name, x in run.history.items()},
         run_state=agent.with_data(map_members(rows_of, *states)),
         registers=registers,
-        evaluation=Evaluation(**last) if evaluated else None,
+        evaluation=Evaluation(**evaluation) if evaluated else None,
     )

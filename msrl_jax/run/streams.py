@@ -52,15 +52,15 @@ class TolerantStream:
 @contextlib.contextmanager
 def tolerant_streams() -> Iterator[TolerantStream]:
     """Wraps the process's standard streams in `TolerantStream` within the context, and yields the wrapped `sys.stdout`."""
-    before = sys.stdout, sys.stderr
-    out, err = map(TolerantStream, before)
+    originals = sys.stdout, sys.stderr
+    out, err = map(TolerantStream, originals)
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
     try:
         yield out
     finally:
         out.flush()
         err.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = originals
         for stream in (out, err):
             if stream.error is not None:  # the interpreter can close the null device
                 with contextlib.suppress(OSError, ValueError):

@@ -48,7 +48,7 @@ from msrl_jax.run.loop.hooks import (
     seconds,
     stop_requests,
 )
-from msrl_jax.run.loop.loop import ChunkScheduler, Run, StopReason, finish, loop
+from msrl_jax.run.loop.loop import ChunkScheduler, Hook, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import check_resumes, make_experiment, open_folder, saved_experiment
 from msrl_jax.run.result import Result
 
@@ -158,7 +158,7 @@ def train(
       Exception: the first exception that `end` of a hook raised, after all hooks have ended and the run is saved; a note names
         the hook, and the `result` attribute of the exception is the result.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     if is_tracing():
         raise TypeError(
             "train runs on the host, and cannot be traced by jax.jit, vmap or grad. seeds=8 and learning_rate=[1e-4, 3e-4] "
@@ -166,48 +166,65 @@ def train(
         )
     # Arguments that do not determine what is computed.
     limit = None if time_limit is None else seconds("time_limit", time_limit)
-    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
+    save_every, callbacks, keep = (
+        interval(checkpoint_every),
+        check_callbacks(callbacks),
+        whole("keep_checkpoints", keep_checkpoints),
+    )
     watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
-    watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
+    watching = {
+        n: None if value is None else whole(n, value, 0 if n == "eval_episodes" else 1) for n, value in watching.items()
+    }
     display = choose_display(progress if processes.is_first() else False)
     say = functools.partial(print, file=sys.stderr) if progress is not False else lambda line: None
     if policy is not None and not is_auto(policy):
         policy = policies.get(policy)  # before building an algorithm, which may take long
     execution: Execution = InProcess() if actors_at is None else EXECUTIONS["actors_at"](actors_at)
     record = None if record is None else as_path("record", record).absolute()  # a callback may change the working directory
-    own = {"total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt, "rank_by": rank_by}
-    own = {name: x for name, x in (own | {"guard": guard}).items() if x is not None}
+    arguments = {
+        "total_steps": total_steps,
+        "seed": seed,
+        "seeds": seeds,
+        "env_params": env_params,
+        "pbt": pbt,
+        "rank_by": rank_by,
+    }
+    arguments = {name: value for name, value in (arguments | {"guard": guard}).items() if value is not None}
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(stop_requests(limit))
         # What the run computes, new or resumed; then where.
         with processes.together("setting up the run"):
             path, saved = stack.enter_context(open_folder(out, resume))
-            before = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
-            watching = {name: before[name] if x is None else x for name, x in watching.items()}
+            defaults = {"eval_episodes": 32, "eval_every": None, "chunk": None} if saved is None else saved.description
+            watching = {name: defaults[name] if value is None else value for name, value in watching.items()}
             if saved is None or isinstance(algo, Experiment):
-                experiment = make_experiment(algo, env, **own, **overrides)
+                experiment = make_experiment(algo, env, **arguments, **overrides)
             else:
-                experiment = saved_experiment(saved, algo, env, own, overrides, trust=trust)
+                experiment = saved_experiment(saved, algo, env, arguments, overrides, trust=trust)
             if saved is not None:
                 check_resumes(experiment, saved)
             _check_names(experiment.algorithm)
             experiment.check_length(watching["chunk"])
             if saved is not None and saved.iteration == experiment.iterations:
-                return _already_done(saved, experiment)
+                return _finished_result(saved, experiment)
             execution.check(experiment, policy, record)
-            usual = saved.description["policy"] if saved else execution.default_policy(experiment)
+            default_policy = saved.description["policy"] if saved else execution.default_policy(experiment)
             if saved and policy is None:
-                check_trust(f"the run in {saved.path}", code_of({"policy": usual}), trust)
-            where = resolve_policy(usual if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0))
-            experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
-            program = stack.enter_context(execution.program(experiment, where, devices, path, requests, say))
-            saver = None if path is None else Checkpoints(path, every, keep, recording)
+                check_trust(f"the run in {saved.path}", code_of({"policy": default_policy}), trust)
+            resolved_policy = resolve_policy(
+                default_policy if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0)
+            )
+            experiment, recording, max_iterations = recorded(
+                experiment, record, watching["chunk"], policy_text(resolved_policy), saved
+            )
+            program = stack.enter_context(execution.program(experiment, resolved_policy, devices, path, requests, say))
+            saver = None if path is None else Checkpoints(path, save_every, keep, recording)
         stack.callback(close_simulators, experiment.agent.env)
         # What observes it.
         if processes.is_first():
             has_defaults = saved is None and not overrides and isinstance(algo, str | None)
-            for note in _notes(experiment, where if saved is None and policy is None else None, has_defaults):
+            for note in _notes(experiment, resolved_policy if saved is None and policy is None else None, has_defaults):
                 say(note)
         total, unit = experiment.iterations * experiment.steps_per_iteration, experiment.agent.unit.removeprefix("environment ")
         show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, unit, experiment.members))
@@ -230,21 +247,21 @@ def train(
         ]
         hooks = execution.hooks([hook for hook in hooks if hook is not None])
         about = watching | {"record": recording and str(recording.writer.path)}
-        deployment = _deployment(program, experiment.agent.unit, where, saved) | about
+        deployment = _describe_deployment(program, experiment.agent.unit, resolved_policy, saved) | about
         # The run itself, and its end.
-        pace = ChunkScheduler(most, fixed=watching["chunk"] is not None)
-        run = Run(experiment, where, devices, path, deployment, program, pace, started)
-        _begin(run, saved)
-        errors = _loop(run, hooks)
-        result = _result(run)
+        pace = ChunkScheduler(max_iterations, fixed=watching["chunk"] is not None)
+        run = Run(experiment, resolved_policy, devices, path, deployment, program, pace, start)
+        _begin_run(run, saved)
+        errors = _run_loop(run, hooks)
+        result = _make_result(run)
         if path is not None and processes.is_first():
-            result = store.complete_folder(result, path, next(iter(_unsaved(hooks)), None))
+            result = store.complete_folder(result, path, next(iter(_save_errors(hooks)), None))
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
         errors.insert(0, DivergedError(guarding.locate(run), result))
     if errors:
-        raise _first(errors, result)
+        raise _first_error(errors, result)
     return result
 
 
@@ -262,27 +279,27 @@ def _notes(experiment: Experiment, usual: DistributionPolicy | None, has_default
         yield f"policy {policy_text(usual)}: the host simulates {experiment.env_name}"
 
 
-def _unsaved(hooks: Sequence[Any]) -> list[OSError]:
+def _save_errors(hooks: Sequence[Hook]) -> list[OSError]:
     """Returns why a checkpoint or rows could not be written."""
     return [hook.error for hook in reversed(hooks) if isinstance(hook, Checkpoints | RunFileWriter) and hook.error is not None]
 
 
-def _first(errors: Sequence[Exception], result: Result) -> Exception:
+def _first_error(errors: Sequence[Exception], result: Result) -> Exception:
     """Returns the first error, with the result, and a note for each of the others."""
-    first, *others = errors
-    for other in others:
-        first.add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
-    vars(first)["result"] = result
-    return first
+    error, *later_errors = errors
+    for other in later_errors:
+        error.add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
+    vars(error)["result"] = result
+    return error
 
 
-def _loop(run: Run, hooks: list[Any]) -> list[Exception]:
+def _run_loop(run: Run, hooks: list[Hook]) -> list[Exception]:
     """Runs the loop and ends the hooks; returns the errors of their ends, and saves what was done before an error elsewhere."""
     try:
         loop(run, hooks)
     except (Exception, SystemExit) as error:  # such as an error of a callback
         run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
-        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_unsaved(hooks)]
+        lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_save_errors(hooks)]
         for problem in lost:
             text = f"the run ended with an error, and could not be saved: {problem}"
             warnings.warn(text, folder.SaveWarning, stacklevel=3)
@@ -293,8 +310,8 @@ def _loop(run: Run, hooks: list[Any]) -> list[Exception]:
     return errors
 
 
-def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
-    now = {
+def _describe_deployment(program: Program, unit: str, policy: DistributionPolicy, saved: store.Saved | None) -> dict[str, Any]:
+    deployment = {
         "format": store.FORMAT,
         "unit": unit,
         "policy": policy_text(policy),
@@ -305,23 +322,23 @@ def _deployment(program: Program, unit: str, policy: DistributionPolicy, saved: 
         "rollbacks": [],
     }
     if saved is not None:
-        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
-        now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
-        now["rollbacks"] = list(saved.description["rollbacks"])
-    return now
+        previous = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
+        deployment["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": previous}]
+        deployment["rollbacks"] = list(saved.description["rollbacks"])
+    return deployment
 
 
-def _begin(run: Run, saved: store.Saved | None) -> None:
+def _begin_run(run: Run, saved: store.Saved | None) -> None:
     """Makes the state of a run, or reads it from its folder, during compilation; compiles the programs that a chunk needs."""
-    run.program.begin(run.most_at_once)
+    run.program.begin(run.max_at_once)
     if saved is None or saved.checkpoint is None:
         state = run.experiment.start(run.program)
     else:
         state = store.restore_state(saved.checkpoint, run.experiment, run.program)
         # The run may have been killed after a rollback, before its next checkpoint.
-        number, before = len(run.deployment["rollbacks"]), saved.checkpoint.progress["rollbacks"]
-        if number > before:
-            state = run.program.place(again(state, number, before, run.experiment))
+        rollbacks, rollbacks_before = len(run.deployment["rollbacks"]), saved.checkpoint.progress["rollbacks"]
+        if rollbacks > rollbacks_before:
+            state = run.program.place(again(state, rollbacks, rollbacks_before, run.experiment))
     run.run_state = jax.block_until_ready(state)
     run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
     if saved is not None:
@@ -331,7 +348,7 @@ def _begin(run: Run, saved: store.Saved | None) -> None:
         run.compile()
 
 
-def _result(run: Run) -> Result:
+def _make_result(run: Run) -> Result:
     times = run.times
     return Result(
         experiment=run.experiment,
@@ -356,7 +373,7 @@ def _check_names(config: Any) -> None:
         raise TypeError(f"{fact}; give it another name")
 
 
-def _already_done(saved: store.Saved, experiment: Experiment) -> Result:
+def _finished_result(saved: store.Saved, experiment: Experiment) -> Result:
     """Returns the result of a run that has done all its steps, but may have been killed before its summary was written."""
     result = Result.load(saved.path, **experiment.objects)
     if result.status == "unfinished":

@@ -44,10 +44,10 @@ class Axis:
         if self.values.kind == "choice":
             return self.values.numbers[int(fraction * len(self.values.numbers))]
         low, high = self.values.numbers
-        above = high + 1 if self.is_whole else high  # each integer has its own interval
-        value = low + fraction * (above - low)
+        upper = high + 1 if self.is_whole else high  # each integer has its own interval
+        value = low + fraction * (upper - low)
         if self.is_log:
-            value = math.exp(math.log(low) + fraction * (math.log(above) - math.log(low)))
+            value = math.exp(math.log(low) + fraction * (math.log(upper) - math.log(low)))
         return min(max(math.floor(value) if self.is_whole else value, low), high)
 
     def points(self, count: int | None) -> list[Any]:
@@ -60,22 +60,22 @@ class Axis:
                 "give it, or a list of values"
             )
         low, high = self.values.numbers
-        found = (np.geomspace if self.is_log else np.linspace)(low, high, count).tolist()
-        return list(dict.fromkeys(map(round, found))) if self.is_whole else found
+        values = (np.geomspace if self.is_log else np.linspace)(low, high, count).tolist()
+        return list(dict.fromkeys(map(round, values))) if self.is_whole else values
 
 
-def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
+def read_axes(kind: type, fields: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
     """Splits the given fields of a config into swept fields and constants; raises ValueError if a value is invalid."""
     hints = {name: f.type for name, f in all_fields(kind).items()}
-    if unknown := given.keys() - hints.keys():
-        algorithms.make(kind, {min(unknown): None})  # raises an error that suggests the nearest field
+    if unknown_fields := fields.keys() - hints.keys():
+        algorithms.make(kind, {min(unknown_fields): None})  # raises an error that suggests the nearest field
     axes, constants = [], {}
-    for field, value in given.items():
-        found = _read(f"{kind.__name__}.{field}", value, hints[field])
-        if isinstance(found, ParamDistribution):
-            axes.append(Axis(field, found, _is_whole(hints[field])))
+    for field, value in fields.items():
+        setting = _read_field(f"{kind.__name__}.{field}", value, hints[field])
+        if isinstance(setting, ParamDistribution):
+            axes.append(Axis(field, setting, _is_whole(hints[field])))
         else:
-            constants[field] = found
+            constants[field] = setting
     if not axes:
         raise ValueError(
             "no field has several values; give one of them a list, a distribution (envs.uniform, envs.log_uniform) or text "
@@ -84,54 +84,59 @@ def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[st
     return axes, constants
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if type(None) in get_args(hint) else (hint,)
 
 
 def _is_whole(hint: Any) -> bool:
-    return int in _parts(hint) and float not in _parts(hint)
+    return int in _alternatives(hint) and float not in _alternatives(hint)
 
 
-def _read(where: str, value: Any, hint: Any) -> Any:
+def _read_field(place: str, value: Any, hint: Any) -> Any:
     """Returns a distribution if the field is swept, else its value."""
-    is_number = bool({int, float} & set(_parts(hint)))
+    is_number = bool({int, float} & set(_alternatives(hint)))
     if isinstance(value, str) and is_number:
         parts = split_specs(value)
-        named = [is_ramp(x) or is_adaptive(x) or naming.is_path(x) for x in parts]  # schedules
-        if any(named):
-            value = [x if is_named else parse_param(where, x) for x, is_named in zip(parts, named, strict=True)]
-        value = parse_param(where, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
+        schedules = [is_ramp(item) or is_adaptive(item) or naming.is_path(item) for item in parts]
+        if any(schedules):
+            value = [
+                item if is_schedule else parse_param(place, item) for item, is_schedule in zip(parts, schedules, strict=True)
+            ]
+        value = parse_param(place, value) if isinstance(value, str) else value[0] if len(value) == 1 else value
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
     if is_several(value):
         options: list[Any] = list(value)
-        if all(get_origin(part) is not tuple for part in _parts(hint)):
+        if all(get_origin(part) is not tuple for part in _alternatives(hint)):
             value = choice(options)
-        elif options and all(isinstance(x, list | tuple) for x in options):
-            value = choice([tuple(x) for x in options])
+        elif options and all(isinstance(item, list | tuple) for item in options):
+            value = choice([tuple(item) for item in options])
     if not is_value(value):
-        return _number(where, value, hint)
+        return _read_number(place, value, hint)
     if not isinstance(value, ParamDistribution):
-        raise ValueError(f"{where}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
+        raise ValueError(f"{place}={value}: envs.ramp is for parameters of environments; give a distribution or a list")
     if not value.numbers:
-        raise ValueError(f"{where} has no values; give at least one")
-    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
+        raise ValueError(f"{place} has no values; give at least one")
+    bounds: Any = tuple(_read_number(place, item, hint) for item in value.numbers)
     if value.kind == "choice":
         return choice(bounds)
     if not is_number:
-        raise ValueError(f"{where}={value}: a range needs a field of numbers; give a list of values")
+        raise ValueError(f"{place}={value}: a range needs a field of numbers; give a list of values")
     low, high = bounds
-    fine = all(isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x) for x in bounds) and low <= high
+    fine = (
+        all(isinstance(item, numbers.Real) and not isinstance(item, bool) and math.isfinite(item) for item in bounds)
+        and low <= high
+    )
     if not fine or (value.kind == "log_uniform" and low <= 0):
-        raise ValueError(f"{where}={value}: give numbers low <= high{' above 0' * (value.kind == 'log_uniform')}")
+        raise ValueError(f"{place}={value}: give numbers low <= high{' above 0' * (value.kind == 'log_uniform')}")
     return dataclasses.replace(value, numbers=bounds)
 
 
-def _number(where: str, value: Any, hint: Any) -> Any:
+def _read_number(place: str, value: Any, hint: Any) -> Any:
     """Converts a single value to plain Python data; to an integer for an integer field."""
     value = value.item() if isinstance(value, np.generic) else value
     if is_value(value):
-        raise ValueError(f"{where}: {value} is nested in a list or another distribution; use numbers")
+        raise ValueError(f"{place}: {value} is nested in a list or another distribution; use numbers")
     return int(value) if _is_whole(hint) and isinstance(value, float) and value.is_integer() else value
 
 
@@ -156,12 +161,12 @@ def choose_trials(axes: Sequence[Axis], method: str, num: int | None, seed: int)
     return list({repr(row): row for row in (dict(zip(names, row, strict=True)) for row in rows)}.values())
 
 
-def check_method(method: Any, num: Any, halving: Any) -> int | None:
+def check_method(method: object, num: int | None, halving: object) -> int | None:
     """Checks the method of a sweep and its arguments; returns the number of trials."""
-    known = get_args(Method)
-    if method not in known:
-        near = suggestion(method, known) if isinstance(method, str) else ""
-        raise ValueError(f"method={method!r}{near}; use one of {', '.join(known)}")
+    methods = get_args(Method)
+    if method not in methods:
+        hint = suggestion(method, methods) if isinstance(method, str) else ""
+        raise ValueError(f"method={method!r}{hint}; use one of {', '.join(methods)}")
     if num is None and method != "grid":
         raise ValueError(f'method="{method}" needs num=, the number of trials; method="grid" takes all combinations of lists')
     if method == "optuna" and halving is not None:
@@ -246,52 +251,54 @@ class Stage(NamedTuple):
     rung: int = 0  # of successive halving
 
 
-def rungs(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None) -> Iterator[Stage]:
+def halving_stages(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None) -> Iterator[Stage]:
     """Yields stages: all trials up to the first number of steps, then the best `1 / factor` of them up to the next number."""
     alive = list(trials.values())
-    for i, until in enumerate(steps):
-        yield Stage(alive, until, i)
+    for i, until_steps in enumerate(steps):
+        yield Stage(alive, until_steps, i)
         if factor is not None:
             alive = survivors([trials[trial.number] for trial in alive], factor)
         if not alive:
             return
 
 
-def asked(
+def optuna_stages(
     trials: Mapping[int, Trial],
     axes: Sequence[Axis],
     make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]],
     *,
     num: int,
-    each: int,
-    until: int,
+    trials_per_stage: int,
+    steps: int,
     seed: int,
 ) -> Iterator[Stage]:
-    """Asks a study of Optuna for `num` trials, `each` in a stage, which `make` makes, and tells it their returns."""
+    """Asks a study of Optuna for `num` trials, `trials_per_stage` in a stage, made by `make`, and tells it their returns."""
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    for first in range(0, num, each):
-        asks = [study.ask() for _ in range(min(each, num - first))]
-        yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
-        for number, ask in enumerate(asks, first):
+    for first_number in range(0, num, trials_per_stage):
+        suggestions = [study.ask() for _ in range(min(trials_per_stage, num - first_number))]
+        yield Stage(
+            make([{axis.field: _suggest_value(ask, axis) for axis in axes} for ask in suggestions], first_number), steps
+        )
+        for number, ask in enumerate(suggestions, first_number):
             mean = trials[number].mean
             failed = math.isnan(mean)
             state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
             study.tell(ask, None if failed else mean, state)
 
 
-def _suggested(ask: Any, axis: Axis) -> Any:
+def _suggest_value(ask: Any, axis: Axis) -> Any:
     numbers = axis.values.numbers
     if axis.values.kind == "choice":  # the study gets option indices, because options may have any type
         return numbers[ask.suggest_categorical(axis.field, list(range(len(numbers))))]
     return (ask.suggest_int if axis.is_whole else ask.suggest_float)(axis.field, *numbers, log=axis.is_log)
 
 
-def rung_steps(total_steps: int, factor: int | None, min_steps: int | None, trials: int, least: int) -> list[int]:
+def rung_steps(total_steps: int, factor: int | None, min_steps: int | None, trials: int, min_first: int) -> list[int]:
     """Returns the steps after which trials are compared, the total last (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
-    `least` is the number of steps of one iteration, or until the first update.
+    `min_first` is the number of steps of one iteration, or until the first update.
     """
     if factor is None:
         if min_steps is not None:
@@ -300,17 +307,17 @@ def rung_steps(total_steps: int, factor: int | None, min_steps: int | None, tria
     factor = whole("halving", factor, least=2)
     if min_steps is None:
         count = 1
-        while factor**count <= trials and total_steps // factor**count >= least:
+        while factor**count <= trials and total_steps // factor**count >= min_first:
             count += 1
-        found = [total_steps // factor**i for i in reversed(range(count))]
+        steps = [total_steps // factor**i for i in reversed(range(count))]
     else:
-        found = [whole("min_steps", min_steps)]
-        while found[-1] * factor < total_steps:
-            found.append(found[-1] * factor)
-        found.append(total_steps)
-    if found[0] < least or found[0] >= total_steps:
+        steps = [whole("min_steps", min_steps)]
+        while steps[-1] * factor < total_steps:
+            steps.append(steps[-1] * factor)
+        steps.append(total_steps)
+    if steps[0] < min_first or steps[0] >= total_steps:
         raise ValueError(
-            f"halving={factor}: the first comparison is after {found[0]} of total_steps={total_steps}; it needs at least the "
-            f"{least} steps of one iteration and up to the first update, and fewer than all"
+            f"halving={factor}: the first comparison is after {steps[0]} of total_steps={total_steps}; it needs at least the "
+            f"{min_first} steps of one iteration and up to the first update, and fewer than all"
         )
-    return found
+    return steps

@@ -34,7 +34,7 @@ from msrl_jax.run.prepare import ARGUMENTS, make_experiment
 from msrl_jax.search import space
 from msrl_jax.search.space import Method
 from msrl_jax.search.sweep_result import SweepResult, write_sweep_table
-from msrl_jax.search.trial_scheduler import SWEEP, Course
+from msrl_jax.search.trial_scheduler import SWEEP, TrialScheduler
 
 
 @entry
@@ -56,7 +56,7 @@ def sweep(
     checkpoint_every: int | str | None = None,
     time_limit: float | str | None = None,
     progress: ProgressDisplay = "auto",
-    **asked: Any,
+    **overrides: Any,
 ) -> SweepResult:
     """Trains many settings of an algorithm, and ranks them by their returns or by a metric of the environment.
 
@@ -84,7 +84,7 @@ def sweep(
       checkpoint_every: steps or time between checkpoints of a run, as in `train`.
       time_limit: time after which the sweep is saved and ends, as in `train`.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
-      **asked: arguments of `train` that determine what is computed: `total_steps`, `seed`, which also chooses the trials,
+      **overrides: arguments of `train` that determine what is computed: `total_steps`, `seed`, which also chooses the trials,
         `seeds`, the members of each trial, `env_params` and `rank_by`; and fields of the algorithm's config. For a swept
         field, give a list of values, `envs.uniform(low, high)`, `envs.log_uniform(low, high)` or `envs.choice([...])`, also
         as text: `"log:1e-4:1e-2"`, `"uniform:0.9:1"`, `"1e-4,3e-4"`. For a field whose value is a sequence, such as
@@ -103,26 +103,26 @@ def sweep(
     limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
     choose_display(progress)
     num = space.check_method(method, num, halving)
-    fields = {name: asked.pop(name) for name in [*asked] if name not in ARGUMENTS}
-    given, episodes = make_experiment(algo, env, **asked), whole("eval_episodes", eval_episodes, least=0)
-    if given.settings or given.pbt is not None or given.guard not in ("halt", "ignore"):
+    fields = {name: overrides.pop(name) for name in [*overrides] if name not in ARGUMENTS}
+    template, episodes = make_experiment(algo, env, **overrides), whole("eval_episodes", eval_episodes, least=0)
+    if template.settings or template.pbt is not None or template.guard not in ("halt", "ignore"):
         raise ValueError(
             "the members of a sweep are its trials, and one with non-finite values affects no other; leave pbt and guard out, "
             "and pass fields with several values to sweep"
         )
-    wanted = None if members_at_once is None else whole("members_at_once", members_at_once) // given.seeds
-    if wanted == 0:
+    trials_at_once = None if members_at_once is None else whole("members_at_once", members_at_once) // template.seeds
+    if trials_at_once == 0:
         fact = f"members_at_once={members_at_once}: the seeds of a trial train together"
-        raise ValueError(f"{fact}; use at least seeds={given.seeds}")
-    start = given.algorithm
+        raise ValueError(f"{fact}; use at least seeds={template.seeds}")
+    config = template.algorithm
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
-    axes, constants = space.read_axes(type(start), fields)
-    start = algorithms.make(start, {name: x for name, x in constants.items() if is_object(x)})
+    axes, constants = space.read_axes(type(config), fields)
+    config = algorithms.make(config, {name: value for name, value in constants.items() if is_object(value)})
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True needs the folder of the sweep; give it as out=...")
-    base = dataclasses.replace(given, algorithm=start, guard="ignore")
+    base = dataclasses.replace(template, algorithm=config, guard="ignore")
     distribution = policies.get(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(
@@ -143,9 +143,11 @@ def sweep(
         }
     )
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
-    shared = not is_on_host(base.environment)
-    course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
-    trials = [] if method == "optuna" else course.make(space.choose_trials(axes, method, num, base.seed))
+    shares_programs = not is_on_host(base.environment)
+    scheduler = TrialScheduler(
+        base, constants, distribution, devices, watch, shares_programs, trials_at_once, path, description, {}
+    )
+    trials = [] if method == "optuna" else scheduler.make(space.choose_trials(axes, method, num, base.seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.on_disk())
         requests = stack.enter_context(hooks.stop_requests(limit))
@@ -153,23 +155,31 @@ def sweep(
             if path is not None:
                 if processes.is_first():
                     stack.enter_context(folder.locked(path))
-                course.before = open_sweep(path, description, resume)
+                scheduler.saved_sweep = open_sweep(path, description, resume)
             repeats = num - len(trials) if num is not None and method in ("random", "sobol") else 0
             left_out = f" ({repeats} repeats are left out)" if repeats else ""
-            course.say(f"sweep: {base.name} on {base.env_name}, {len(trials) or num} trials{left_out}")
-            course.prepare(trials)
+            scheduler.say(f"sweep: {base.name} on {base.env_name}, {len(trials) or num} trials{left_out}")
+            scheduler.prepare(trials)
             if method == "optuna":
                 assert num is not None
-                each = wanted or -(-num // 8)
-                until = base.total_steps
-                stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=until, seed=base.seed)
+                trials_per_stage = trials_at_once or -(-num // 8)
+                end = base.total_steps
+                stages = space.optuna_stages(
+                    scheduler.trials,
+                    axes,
+                    scheduler.make,
+                    num=num,
+                    trials_per_stage=trials_per_stage,
+                    steps=end,
+                    seed=base.seed,
+                )
             else:
-                steps = space.rung_steps(base.total_steps, halving, min_steps, len(trials), course.least)
-                stages = space.rungs(course.trials, steps, halving)
-        reason = course.conduct(stages, requests)
-        table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
-        objects = {name: x for name, x in course.base.objects.items() if name not in ("env", "env_params")}
-        runs, env = tuple(course.runs), course.base.env
+                steps = space.rung_steps(base.total_steps, halving, min_steps, len(trials), scheduler.least_steps)
+                stages = space.halving_stages(scheduler.trials, steps, halving)
+        reason = scheduler.conduct(stages, requests)
+        table, status = space.ranked(scheduler.trials.values()), "interrupted" if reason else "finished"
+        objects = {name: value for name, value in scheduler.base.objects.items() if name not in ("env", "env_params")}
+        runs, env = tuple(scheduler.runs), scheduler.base.env
         result = SweepResult(table, runs, status, reason, description, env, objects, folder=path)
         if path is not None and processes.is_first():
             write_sweep_table(result, path)
@@ -182,21 +192,21 @@ def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict
     if not resume or not (path / SWEEP).exists():
         folder.check_free(path, "sweep", [SWEEP])
         return {}
-    found = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
-    was, now = _facts(found["sweep"]), _facts(description)
-    if now["members_at_once"] is None:
-        now["members_at_once"] = was["members_at_once"]
-    for name in {**was, **now}:
-        before, value = was.get(name, "a constant"), now.get(name, "a constant")
-        if before != value:
+    saved_sweep = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
+    saved_facts, current = _facts(saved_sweep["sweep"]), _facts(description)
+    if current["members_at_once"] is None:
+        current["members_at_once"] = saved_facts["members_at_once"]
+    for name in {**saved_facts, **current}:
+        saved_value, value = saved_facts.get(name, "a constant"), current.get(name, "a constant")
+        if saved_value != value:
             raise RunFolderError(
-                f"the sweep in {path} has {name}={before}, and cannot resume with {name}={value}; give the same, or start a "
-                "new sweep in another folder"
+                f"the sweep in {path} has {name}={saved_value}, and cannot resume with {name}={value}; give the same, or start "
+                "a new sweep in another folder"
             )
-    return found
+    return saved_sweep
 
 
 def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that must not change when a sweep resumes, by name, including fixed and swept fields of the config."""
-    facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
+    facts = {name: value for name, value in description.items() if name not in ("policy", "config", "fields")}
     return facts | description["config"] | description["fields"]

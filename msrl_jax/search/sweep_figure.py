@@ -11,7 +11,7 @@ from msrl_jax.envs.param_distributions import ParamDistribution
 from msrl_jax.fragments.support.checks import check_loaded
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import value_in_words
-from msrl_jax.run.outputs.figures import saved
+from msrl_jax.run.outputs.figures import save_figure
 from msrl_jax.search.space import Axis, Trial
 from msrl_jax.search.sweep_result import SweepResult
 
@@ -41,10 +41,10 @@ def plot_sweep(swept: SweepResult, path: str | os.PathLike | None = None) -> "Fi
         Axis(field, ParamDistribution(about["kind"], tuple(about["numbers"])), about["is_whole"])
         for field, about in swept.description["fields"].items()
     ]
-    return saved(_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
+    return save_figure(_draw_figure(trials, axes, f"{swept.description['algorithm']} on {swept.description['env']}"), path)
 
 
-def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
+def _draw_figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -56,8 +56,8 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
     around = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
     coordinates = []  # per parallel axis: the name, the heights of all trials, and the text at both ends
     for panel, axis in zip(panels, axes, strict=True):
-        at, labels = _positions(axis, trials)
-        panel.errorbar(at, means, yerr=around, fmt="o", alpha=0.7, ms=4, lw=1)
+        positions, labels = _positions(axis, trials)
+        panel.errorbar(positions, means, yerr=around, fmt="o", alpha=0.7, ms=4, lw=1)
         panel.set_xlabel(axis.field.replace("_", " "))
         panel.margins(x=0.15)
         panel.grid(alpha=0.3)
@@ -69,16 +69,16 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
         elif is_log:
             panel.set_xscale("log")
             # A narrow panel has room for only three ticks with one digit each.
-            ticks = sorted({float(f"{x:.1g}") for x in np.geomspace(at.min(), at.max(), 3)})
-            panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            ticks = sorted({float(f"{number:.1g}") for number in np.geomspace(positions.min(), positions.max(), 3)})
+            panel.set_xticks(ticks, [f"{number:g}" for number in ticks])
             panel.set_xticks([], minor=True)
         elif is_choice:
-            panel.set_xticks(sorted({*at}))
-        ends = [f"{x:.4g}" if labels is None else labels[int(x)] for x in (at.min(), at.max())]
-        coordinates.append((axis.field.replace("_", " "), _height(np.log(at) if is_log else at), ends))
-    by = trials[0].rank_by.replace("_", " ")
-    panels[0].set_ylabel(by)
-    coordinates.append((by, _height(means), [f"{x:.4g}" for x in (means.min(), means.max())]))
+            panel.set_xticks(sorted({*positions}))
+        ends = [f"{number:.4g}" if labels is None else labels[int(number)] for number in (positions.min(), positions.max())]
+        coordinates.append((axis.field.replace("_", " "), _rescale(np.log(positions) if is_log else positions), ends))
+    score_name = trials[0].rank_by.replace("_", " ")
+    panels[0].set_ylabel(score_name)
+    coordinates.append((score_name, _rescale(means), [f"{number:.4g}" for number in (means.min(), means.max())]))
     colors = ScalarMappable(Normalize(means.min(), means.max()), "viridis")
     for i in np.argsort(means):
         lower.plot([heights[i] for _, heights, _ in coordinates], color=colors.to_rgba(means[i]), alpha=0.8)
@@ -89,7 +89,7 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
     lower.set_yticks([])
     lower.set_ylim(-0.12, 1.12)
     lower.grid(axis="x", alpha=0.3)
-    parts[1].colorbar(colors, ax=lower, label=by)
+    parts[1].colorbar(colors, ax=lower, label=score_name)
     figure.suptitle(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure
@@ -98,13 +98,15 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
 def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[str] | None]:
     """Returns the positions of the trials' values on an axis, and the labels of options that are not numbers."""
     values = [trial.values[axis.field] for trial in trials]
-    if all(isinstance(x, int | float) and not isinstance(x, bool) for x in axis.values.numbers):
+    if all(isinstance(option, int | float) and not isinstance(option, bool) for option in axis.values.numbers):
         return np.array(values, float), None
-    labels = list(dict.fromkeys(value_in_words(tuple(x) if isinstance(x, list) else x) for x in axis.values.numbers))
-    return np.array([labels.index(value_in_words(x)) for x in values], float), labels
+    labels = list(
+        dict.fromkeys(value_in_words(tuple(option) if isinstance(option, list) else option) for option in axis.values.numbers)
+    )
+    return np.array([labels.index(value_in_words(option)) for option in values], float), labels
 
 
-def _height(values: np.ndarray) -> np.ndarray:
+def _rescale(values: np.ndarray) -> np.ndarray:
     """Rescales values to [0, 1]; 0.5 if all are equal."""
     spread = np.ptp(values)
     return (values - values.min()) / spread if spread else np.full(len(values), 0.5)

@@ -81,11 +81,13 @@ class SweepResult:
         Raises:
           ValueError: if the trial was not trained.
         """
-        chosen = self.trial(trial)
-        if chosen.run is None:
-            raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; continue it with resume=True")
-        found = self.runs[chosen.run]
-        return found if isinstance(found, Result) else Result.load(found, env=self.env, trust=self.trust, **self.objects)
+        trained_trial = self.trial(trial)
+        if trained_trial.run is None:
+            raise ValueError(
+                f"{trained_trial} was not trained: {self.stop_reason} ended the sweep; continue it with resume=True"
+            )
+        run = self.runs[trained_trial.run]
+        return run if isinstance(run, Result) else Result.load(run, env=self.env, trust=self.trust, **self.objects)
 
     def trial(self, trial: Trial | int | None = None) -> Trial:
         """Returns a trial by its number; the best one if None."""
@@ -107,9 +109,9 @@ class SweepResult:
                 **trial.values,
                 "rung": trial.rung,
                 "steps": trial.steps,
-                "return_mean": (of := dataclasses.replace(trial, rank_by="return")).mean,
-                "return_min": of.min,
-                "return_max": of.max,
+                "return_mean": (by_return_trial := dataclasses.replace(trial, rank_by="return")).mean,
+                "return_min": by_return_trial.min,
+                "return_max": by_return_trial.max,
                 **{f"{name}_mean": mean_objective(trial.metrics.get(name, ())) for name in self._metrics},
                 "rank": trial.rank,
             }
@@ -123,9 +125,9 @@ class SweepResult:
     def summary(self) -> dict[str, Any]:
         """Returns the sweep as plain data."""
         about = {name: self.description[name] for name in ("algorithm", "env", "policy", "method", "seeds", "total_steps")}
-        ended = {"status": self.status} | ({"stop_reason": self.stop_reason} if self.stop_reason else {})
+        status = {"status": self.status} | ({"stop_reason": self.stop_reason} if self.stop_reason else {})
         best = None if math.isnan(min(self.trials, key=by_return).mean) else self.best.number
-        return about | ended | {"best": best, "trials": self.table(), "folder": self.folder}
+        return about | status | {"best": best, "trials": self.table(), "folder": self.folder}
 
     def command(self, trial: Trial | int | None = None) -> str:
         """Returns the command line that trains a trial's setting, with its seeds, from the start.
@@ -138,7 +140,7 @@ class SweepResult:
         Raises:
           ValueError: if the environment, a distribution of its parameters, or a data set cannot be written as text.
         """
-        about, chosen = self.description, self.trial(trial)
+        about, chosen_trial = self.description, self.trial(trial)
         params: dict[str, str] | str | None = about["env_params"]
         objects = {"env": about["env_spec"] is None, "env_params": isinstance(params, str)}
         objects |= {name: isinstance(value, dict) for name, value in about["config"].items()}
@@ -147,13 +149,13 @@ class SweepResult:
         algo = algorithm_of(about)
         check_trust(f"the sweep in {self.folder}", code_of({"algo": algo}), self.trust)
         options = {"algo": files.saved(about), "env": about["env_spec"]}
-        options |= {"rank_by": chosen.rank_by} if chosen.rank_by != "return" else {}
+        options |= {"rank_by": chosen_trial.rank_by} if chosen_trial.rank_by != "return" else {}
         options |= {name: about[name] for name in ("policy", "total_steps", "seed", "seeds", "eval_episodes")}
         if isinstance(params, dict):
             options["env_params"] = ",".join(f"{name}={text}" for name, text in params.items())
-        usual, values = folder.to_json(algorithms.get(algo)()), about["config"] | folder.to_json(chosen.values)
+        defaults, values = folder.to_json(algorithms.get(algo)()), about["config"] | folder.to_json(chosen_trial.values)
         words = ["msrl-jax", "train"]
-        for name, value in (*options.items(), *(x for x in values.items() if x[1] != usual.get(x[0]))):
+        for name, value in (*options.items(), *(item for item in values.items() if item[1] != defaults.get(item[0]))):
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -163,11 +165,11 @@ class SweepResult:
 
     def __repr__(self) -> str:
         about, seeds = self.description, self.description["seeds"]
-        why = f"{self.status}: {self.stop_reason}" if self.stop_reason else self.status
-        each = f" with {seeds} seeds each" if seeds > 1 else ""
-        lines = [f"SweepResult: {about['algorithm']} on {about['env']}, {len(self.trials)} trials{each} ({why})"]
+        ending = f"{self.status}: {self.stop_reason}" if self.stop_reason else self.status
+        seeds_text = f" with {seeds} seeds each" if seeds > 1 else ""
+        lines = [f"SweepResult: {about['algorithm']} on {about['env']}, {len(self.trials)} trials{seeds_text} ({ending})"]
         order = sorted((t for t in self.trials if t.returns), key=by_return)
-        lines += _table(order[:SHOWN], seeds) if order else []
+        lines += _format_table(order[:SHOWN], seeds) if order else []
         if len(order) > SHOWN:
             lines.append(f"  and {len(order) - SHOWN} more")
         if untrained := len(self.trials) - len(order):
@@ -197,18 +199,18 @@ class SweepResult:
         """
         path = Path(path)
         about = folder.read_json(path / SWEEP, "sweep")["sweep"]
-        ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
-        runs = tuple(path / run for run in ended["runs"])
-        trials = tuple(map(_read_trial, ended["trials"]))
-        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, objects, path, trust)
+        saved_table = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
+        runs = tuple(path / run for run in saved_table["runs"])
+        trials = tuple(map(_read_trial, saved_table["trials"]))
+        return cls(trials, runs, saved_table["status"], saved_table["stop_reason"], about, env, objects, path, trust)
 
 
 def _read_trial(row: Mapping[str, Any]) -> Trial:
     def numbers(values: Sequence[float | None]) -> tuple[float, ...]:
-        return tuple(math.nan if x is None else x for x in values)
+        return tuple(math.nan if value is None else value for value in values)
 
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in row["values"].items()}
-    metrics = {name: numbers(x) for name, x in row.get("metrics", {}).items()}
+    metrics = {name: numbers(scores) for name, scores in row.get("metrics", {}).items()}
     return Trial(**{**row, "values": values, "returns": numbers(row["returns"]), "metrics": metrics})
 
 
@@ -220,18 +222,18 @@ def write_sweep_table(result: SweepResult, path: Path) -> None:
     folder.write_csv(path / TABLE_CSV, result.table)
 
 
-def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
+def _format_table(trials: Sequence[Trial], seeds: int) -> list[str]:
     means = [trial.mean for trial in trials if not math.isnan(trial.mean)]
     digits = decimals(max(means), max(means) - min(means)) if means else 0
-    by = trials[0].rank_by
-    head = ["rank", "trial", *trials[0].values, "steps", by, *(["least", "most"] if seeds > 1 else [])]
+    score_name = trials[0].rank_by
+    head = ["rank", "trial", *trials[0].values, "steps", score_name, *(["least", "most"] if seeds > 1 else [])]
     cells = [
         [
             str(trial.rank),
             str(trial.number),
             *map(value_in_words, trial.values.values()),
             f"{trial.steps:,}",
-            *(f"{x:.{digits}f}" for x in (trial.mean, *((trial.min, trial.max) if seeds > 1 else ()))),
+            *(f"{score:.{digits}f}" for score in (trial.mean, *((trial.min, trial.max) if seeds > 1 else ()))),
         ]
         for trial in trials
     ]

@@ -88,19 +88,23 @@ class Leaderboard:
             raise RunFolderError(f"{path} is a file; choose a folder for the leaderboard")
         board.path.mkdir(parents=True, exist_ok=True)
         check_links(board.path, (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
-        others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
-        if others and not (board.path / SETTINGS).exists():
-            raise RunFolderError(f"the folder {path} has other files ({others[0]}); choose a new folder for the leaderboard")
+        other_files = sorted(
+            file.name for file in board.path.iterdir() if file.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK)
+        )
+        if other_files and not (board.path / SETTINGS).exists():
+            raise RunFolderError(
+                f"the folder {path} has other files ({other_files[0]}); choose a new folder for the leaderboard"
+            )
         with board._locked():
             if not (board.path / SETTINGS).exists():
-                new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
-                write_json(board.path / SETTINGS, new)
-        was = board.settings
-        for name, now in {"env": env, "env_params": to_json(env_params), "size": size or was["size"]}.items():
-            if now != was[name]:
+                settings = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
+                write_json(board.path / SETTINGS, settings)
+        saved_settings = board.settings
+        for name, value in {"env": env, "env_params": to_json(env_params), "size": size or saved_settings["size"]}.items():
+            if value != saved_settings[name]:
                 raise RunFolderError(
-                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot continue with {name}={now!r}; remove it, "
-                    "or choose another folder"
+                    f"the leaderboard in {path} has {name}={saved_settings[name]!r}, and cannot continue with "
+                    f"{name}={value!r}; remove it, or choose another folder"
                 )
         return board
 
@@ -116,20 +120,20 @@ class Leaderboard:
     def entries(self) -> list[Entry]:
         """The members, best first."""
         _ = self.settings
-        found = []
+        entries = []
         for path in (self.path / MEMBERS).glob("[!.]*"):
             try:
                 about = parse_json((path / ENTRY).read_text())
-                found.append(Entry(path=path, **about))
-                if found[-1].id != path.name or not isinstance(found[-1].score, int | float):
-                    found.pop()
+                entries.append(Entry(path=path, **about))
+                if entries[-1].id != path.name or not isinstance(entries[-1].score, int | float):
+                    entries.pop()
                     raise ValueError("it was not written by a worker")
             except FileNotFoundError:
                 continue  # another process has just removed it
             except (TypeError, ValueError) as error:
                 note = "so this member is ignored; restore the file, or delete the folder"
                 warnings.warn(f"{path / ENTRY} is damaged ({error}), {note}", ResumeWarning, stacklevel=2)
-        return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
+        return sorted(entries, key=lambda entry: (-entry.score, entry.seconds))
 
     @property
     def best(self) -> Entry:
@@ -153,16 +157,16 @@ class Leaderboard:
                 rounds.append(parse_json(line))
         return rounds
 
-    def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
+    def draw(self, rng: np.random.Generator, algorithm: str, max_step: float = math.inf) -> Entry | None:
         """Draws a member of an algorithm for training: each rank has half the probability of the one above.
 
-        The member is not finished, and has done fewer steps than `below`; None if there is none.
+        The member is not finished, and has done fewer steps than `max_step`; None if there is none.
         """
-        fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
-        if not fitting:
+        candidates = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < max_step]
+        if not candidates:
             return None
-        weights = 0.5 ** np.arange(len(fitting))
-        return fitting[rng.choice(len(fitting), p=weights / weights.sum())]
+        weights = 0.5 ** np.arange(len(candidates))
+        return candidates[rng.choice(len(candidates), p=weights / weights.sum())]
 
     def put(
         self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
@@ -179,7 +183,7 @@ class Leaderboard:
             rival = next((entry for entry in entries if parent is not None and entry.id == parent.id), None)
             if rival is None and len(entries) >= settings["size"]:
                 rival = entries[-1]
-            kept = math.isfinite(score) and (rival is None or score > rival.score)
+            is_accepted = math.isfinite(score) and (rival is None or score > rival.score)
             about = {
                 "score": score,
                 "algorithm": algorithm,
@@ -188,22 +192,22 @@ class Leaderboard:
                 "worker": worker,
                 "seconds": time.time() - settings["made"],
             }
-            if kept:
-                new = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
-                write_json(run / ENTRY, about | {"id": new.id, "finished": finished})
+            if is_accepted:
+                new_entry = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
+                write_json(run / ENTRY, about | {"id": new_entry.id, "finished": finished})
                 (self.path / MEMBERS).mkdir(exist_ok=True)
-                os.replace(run, self.path / MEMBERS / new.id)
-                entries.append(new)
+                os.replace(run, self.path / MEMBERS / new_entry.id)
+                entries.append(new_entry)
                 best_first = sorted((entry for entry in entries if entry is not rival), key=lambda entry: -entry.score)
                 for loser in [*filter(None, [rival]), *best_first[settings["size"] :]]:  # more than one only after a crash
-                    gone = self.path / MEMBERS / f".gone-{loser.id}"
+                    removed_path = self.path / MEMBERS / f".gone-{loser.id}"
                     with contextlib.suppress(FileNotFoundError):
-                        os.replace(self.path / MEMBERS / loser.id, gone)
-                    shutil.rmtree(gone, ignore_errors=True)
-            row = about | {"accepted": kept, "best": max((entry.score for entry in entries), default=score)}
+                        os.replace(self.path / MEMBERS / loser.id, removed_path)
+                    shutil.rmtree(removed_path, ignore_errors=True)
+            row = about | {"accepted": is_accepted, "best": max((entry.score for entry in entries), default=score)}
             with writing(self.path / ROUNDS), (self.path / ROUNDS).open("a") as file:
                 file.write(json.dumps(to_json(row)) + "\n")
-        return kept
+        return is_accepted
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -222,12 +226,12 @@ class Leaderboard:
                 for other in folder.iterdir():
                     with contextlib.suppress(RunFolderError, OSError), locked(other):  # locks are released with their process
                         shutil.rmtree(other, ignore_errors=True)
-                for gone in (self.path / MEMBERS).glob(".gone-*"):
-                    shutil.rmtree(gone, ignore_errors=True)
-                own = folder / uuid.uuid4().hex[:12]
-                stack.enter_context(locked(own))
-            stack.callback(shutil.rmtree, own, ignore_errors=True)
-            yield own
+                for removed_path in (self.path / MEMBERS).glob(".gone-*"):
+                    shutil.rmtree(removed_path, ignore_errors=True)
+                worker_folder = folder / uuid.uuid4().hex[:12]
+                stack.enter_context(locked(worker_folder))
+            stack.callback(shutil.rmtree, worker_folder, ignore_errors=True)
+            yield worker_folder
 
     def __str__(self) -> str:
         head = ("rank", "score", "algorithm", "steps", "member", "parent", "worker")

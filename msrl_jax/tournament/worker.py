@@ -24,9 +24,9 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import params_text as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support.checks import check_seed, whole
+from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
-from msrl_jax.run.experiment.agent_transforms import fold_keys
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Callback, ProgressDisplay, Tick
@@ -56,7 +56,7 @@ def compete(
     eval_episodes: int = 64,
     callbacks: Sequence[Callback] = (),
     progress: ProgressDisplay = False,
-    **asked: Any,
+    **overrides: Any,
 ) -> Leaderboard:
     """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and returns it if it improved.
 
@@ -84,8 +84,8 @@ def compete(
       eval_episodes: number of episodes of an evaluation.
       callbacks: called with a `Tick` as in `train`; the worker ends if one returns True, and the round is discarded.
       progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
-      **asked: arguments of `train` that determine what a new run computes: `total_steps`, after which a member is complete and
-        over which schedules run, by default 10 million; `guard` and `env_params`; and fields of the algorithm's config.
+      **overrides: arguments of `train` that determine what a new run computes: `total_steps`, after which a member is complete
+        and over which schedules run, by default 10 million; `guard` and `env_params`; and fields of the algorithm's config.
 
     Returns:
       The leaderboard.
@@ -105,40 +105,44 @@ def compete(
         raise ValueError("a worker must be a single process: call msrl.tournament.compete without jax.distributed")
     if policy is not None:
         policies.get(policy)
-    usual = {} if isinstance(algo, Experiment) else {"total_steps": 10_000_000}
-    new = make_experiment(algo, env, **usual | asked)
-    agent, total_steps = new.behavior.agent, new.total_steps
+    default_arguments = {} if isinstance(algo, Experiment) else {"total_steps": 10_000_000}
+    template = make_experiment(algo, env, **default_arguments | overrides)
+    agent, total_steps = template.behavior.agent, template.total_steps
     if round_steps > total_steps:
         raise ValueError(f"round_steps={round_steps} exceeds total_steps={total_steps}, the steps of a whole run; use less")
     if not agent.ranked or agent.unit == "updates":
-        raise ValueError(f"algo={new.name!r}: a tournament needs returns that rank members; use another algorithm")
-    if new.has_members or new.rank_by != "return":
-        several = next(iter(new.settings), "seeds")
-        fact = f"{several} has several values, but a member has one" if new.has_members else "members are ranked by returns"
-        raise ValueError(f"{fact}; let workers differ" if new.has_members else f"{fact}; leave rank_by out")
-    board = Leaderboard.make(path, new.env_name, size, describe_params(new.env_params))
-    most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
+        raise ValueError(f"algo={template.name!r}: a tournament needs returns that rank members; use another algorithm")
+    if template.has_members or template.rank_by != "return":
+        field_name = next(iter(template.settings), "seeds")
+        fact = (
+            f"{field_name} has several values, but a member has one"
+            if template.has_members
+            else "members are ranked by returns"
+        )
+        raise ValueError(f"{fact}; let workers differ" if template.has_members else f"{fact}; leave rank_by out")
+    board = Leaderboard.make(path, template.env_name, size, describe_params(template.env_params))
+    max_steps = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
     worker = f"{platform.node()}:{os.getpid()}"
-    done = 0
+    rounds_done = 0
     with board.workplace() as place:
-        while (rounds is None or done < rounds) and time.monotonic() < end:
+        while (rounds is None or rounds_done < rounds) and time.monotonic() < end:
             if target is not None and any(entry.score >= target for entry in board.entries):
                 break
-            done += 1
-            parent = board.draw(rng, new.name, most) if rng.random() >= fresh else None
-            run, number = place / f"round-{done}", int(rng.integers(2**32))
-            if parent is not None and not _copied(parent, run, number, new):
+            rounds_done += 1
+            parent = board.draw(rng, template.name, max_steps) if rng.random() >= fresh else None
+            run_path, number = place / f"round-{rounds_done}", int(rng.integers(2**32))
+            if parent is not None and not _copy_run(parent, run_path, number, template):
                 parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
-            again = {name: x for name, x in new.objects.items() if x is not None}
-            begun: dict[str, Any] = {"resume": run, "total_steps": total_steps} | again
+            objects = {name: value for name, value in template.objects.items() if value is not None}
+            start_arguments: dict[str, Any] = {"resume": run_path, "total_steps": total_steps} | objects
             if parent is None:
-                begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
+                start_arguments = {"algo": dataclasses.replace(template, seed=number % (2**32 - 1)), "out": run_path}
             try:
                 result = train(
-                    **begun,
-                    policy=policy or new.usual_policy,
+                    **start_arguments,
+                    policy=policy or template.usual_policy,
                     devices=devices,
                     progress=progress,
                     eval_episodes=episodes,
@@ -158,12 +162,14 @@ def compete(
                     continue  # iterations have another length, and no whole one is left
                 finished = result.status == "finished"
                 score = float(np.mean(result.evaluation.mean_return)) if result.evaluation is not None else float("nan")
-            kept = board.put(run, score, algorithm=new.name, step=stop.step, finished=finished, parent=parent, worker=worker)
+            is_accepted = board.put(
+                run_path, score, algorithm=template.name, step=stop.step, finished=finished, parent=parent, worker=worker
+            )
             if progress:
-                start, what = f"from {parent.id}" if parent else "from the start", "kept" if kept else "not kept"
-                text = f"round {done}: {new.name} {start} to {stop.step:,} steps: {score:.6g}, {what}"
+                start, verdict = f"from {parent.id}" if parent else "from the start", "kept" if is_accepted else "not kept"
+                text = f"round {rounds_done}: {template.name} {start} to {stop.step:,} steps: {score:.6g}, {verdict}"
                 print(text, file=progress_stream(), flush=True)
-            shutil.rmtree(run, ignore_errors=True)  # exists unless the board accepted it
+            shutil.rmtree(run_path, ignore_errors=True)  # exists unless the board accepted it
     return board
 
 
@@ -179,7 +185,7 @@ class _RoundEnd:
         return self.over
 
 
-def _copied(parent: Entry, run: Path, number: int, experiment: Experiment) -> bool:
+def _copy_run(parent: Entry, run: Path, number: int, experiment: Experiment) -> bool:
     """Copies a member's run, with new random numbers; False if it no longer exists or is damaged."""
     try:
         result = Result.load(parent.path, **experiment.objects)

@@ -8,7 +8,7 @@ import msrl_jax as msrl
 from msrl_jax.agents.agent import innermost
 from msrl_jax.algorithms import build, counted
 from msrl_jax.configs.names import all_fields, tunable_fields
-from msrl_jax.run.experiment.agent_transforms import members, with_numbers
+from msrl_jax.run.experiment.members import members, with_numbers
 from tests.support.many_agents import Homes
 from tests.support.small_runs import ENVS, OPTIMIZED, PARTICULAR, SMALL, relative_difference
 from tests.support.transitions import noise

@@ -13,7 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import counted
-from msrl_jax.run.experiment.agent_transforms import members
+from msrl_jax.run.experiment.members import members
 from tests.support.bits import Bits
 from tests.support.privileged import Occluded
 

@@ -161,7 +161,7 @@ def test_a_step_that_is_not_legal_is_named(env, message):
     values = dict(zip(closed.jaxpr.invars, jax.tree.leaves((state, action)), strict=True))
     values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     origin = find_origin(closed.jaxpr.eqns, values, closed.jaxpr.outvars)
-    assert str(Failure.of(origin, 1, False)).startswith(message)
+    assert str(Failure.from_origin(origin, 1, False)).startswith(message)
 
 
 def test_an_evaluation_whose_environment_gives_no_legal_action_says_so(run_of_ppo):

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from benchmarks import gpu, groups, offline, reactor, reactor_worker, thesis
-from msrl_jax.report.curves import new_file
+from msrl_jax.cli.argument_types import new_file
 from msrl_jax.report.statistics import Estimate
 
 step_of_the_lake = jax.jit(lambda state, action: reactor.Lake().step(jax.random.key(0), state, action))

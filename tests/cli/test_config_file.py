@@ -32,7 +32,7 @@ PLACE = {
 
 def parsed(command, *words):
     """What a command gets."""
-    return parse(f"msrl-jax {command}", COMMANDS[command], words).given
+    return parse(f"msrl-jax {command}", COMMANDS[command], words).values
 
 
 def split(given):
@@ -259,7 +259,7 @@ def test_the_file_of_a_run_has_every_field_of_every_algorithm(algo, tmp_path):
     data = {"data": str(tmp_path / "nothere.npz")} if algo in ("bc", "cql", "iql") else {}
     config = algorithms.make(algo, {"num_envs": 16} | teams if "num_envs" in vars(algorithms.get(algo)()) else data)
     experiment = Experiment(algorithm=config)
-    about = experiment._plain() | {"data": {"path": data.get("data"), "sha256": ""}} | PLACE
+    about = experiment._plain_data() | {"data": {"path": data.get("data"), "sha256": ""}} | PLACE
     (tmp_path / "run.toml").write_text(repeating(experiment, about))
     options, fields = split(parsed("train", "--config", str(tmp_path / "run.toml")))
     assert algorithms.make(options["algo"], fields) == config

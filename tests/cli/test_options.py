@@ -20,7 +20,7 @@ from msrl_jax.cli.options import OptionGroup
 
 def given(command, *words):
     """What the words of a command say."""
-    return parse(f"msrl-jax {command}", COMMANDS[command], words).given
+    return parse(f"msrl-jax {command}", COMMANDS[command], words).values
 
 
 @pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
@@ -105,11 +105,11 @@ def test_the_options_of_a_command_are_the_arguments_of_its_functions():
 
 
 def test_signatures_that_are_read_from_sources_are_those_of_the_functions():
-    parts = [part for command in COMMANDS.values() for part in command.parts if isinstance(part.of, str)]
-    assert {"msrl_jax.run.training:train", "msrl_jax.data.rollout:record"} < {part.of for part in parts}
+    parts = [part for command in COMMANDS.values() for part in command.parts if isinstance(part.source, str)]
+    assert {"msrl_jax.run.training:train", "msrl_jax.data.rollout:record"} < {part.source for part in parts}
     for part in parts:
-        module, _, path = part.of.partition(":")
-        real = dataclasses.replace(part, of=operator.attrgetter(path)(importlib.import_module(module)))
+        module, _, path = part.source.partition(":")
+        real = dataclasses.replace(part, source=operator.attrgetter(path)(importlib.import_module(module)))
         for read, known in itertools.zip_longest(part.options(), real.options()):
             assert dataclasses.replace(read, kind=None) == dataclasses.replace(known, kind=None), part
             shown = [(o.metavar, o.is_flag, o.choices, o.numbers, o.is_sequence) for o in (read, known)]

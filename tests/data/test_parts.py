@@ -14,7 +14,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.data.dataset import FIELDS, columns, named, nested
+from msrl_jax.data.dataset import FIELDS, columns, nest_parts, parts_by_path
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.formats import write_part
 from msrl_jax.envs import spaces
@@ -142,10 +142,10 @@ def test_rows_are_selected_joined_and_split_part_by_part(recorded):
 
 def test_names_lead_back_to_the_value():
     value = {"b": (1, {"x": 2}), "a": {"y": (3,)}}
-    assert named(value, "obs") == {"obs/a/y/0": 3, "obs/b/0": 1, "obs/b/1/x": 2}
-    assert nested(named(value, "obs"), "obs") == value
+    assert parts_by_path(value, "obs") == {"obs/a/y/0": 3, "obs/b/0": 1, "obs/b/1/x": 2}
+    assert nest_parts(parts_by_path(value, "obs"), "obs") == value
     many = tuple(range(12))
-    assert nested(named(many, "obs"), "obs") == many
+    assert nest_parts(parts_by_path(many, "obs"), "obs") == many
 
 
 @pytest.mark.parametrize(

@@ -605,7 +605,7 @@ def test_nan_now_and_then_ends_no_actor_and_nan_of_the_learner_are_no_fault_of_i
         _arrived=queue.SimpleQueue(),
         _say=lambda line: None,
     )
-    learner._flaw = functools.partial(actor_pool.ActorPool._flaw, learner)
+    learner._describe_flaw = functools.partial(actor_pool.ActorPool._describe_flaw, learner)
 
     async def exchange():
         sender = SimpleNamespace(message=lambda packed: (None, packed))
@@ -626,7 +626,7 @@ def test_an_actor_without_a_table_of_versions_is_refused(theirs):
         return {"versions": theirs}, memoryview(b"")
 
     with pytest.raises(actor_pool.Refusal, match="it does not report its versions"):
-        asyncio.run(actor_pool.ActorPool._met(SimpleNamespace(), SimpleNamespace(receive=receive)))
+        asyncio.run(actor_pool.ActorPool._check_actor(SimpleNamespace(), SimpleNamespace(receive=receive)))
 
 
 def test_nobody_there():
@@ -707,7 +707,7 @@ def test_the_record_goes_on_after_a_failure_that_passes(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(read_log(file)) == 2
-    record._again = 0.0  # a second later
+    record._retry_time = 0.0  # a second later
     record.take(0, 2, 0, 2, 2, 1)
     assert [line["used"] for line in read_log(file) if "used" in line] == [0, 1, 2]
 
@@ -745,14 +745,14 @@ def test_threads_write_the_record_one_after_another(tmp_path, monkeypatch):
 
 
 def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(unroll_log, "_KEPT", 1)
+    monkeypatch.setattr(unroll_log, "_MAX_UNWRITTEN", 1)
     record = UnrollLog(tmp_path)
     record.begin(0)
     (tmp_path / FILE).rename(tmp_path / "moved")
     (tmp_path / FILE).mkdir()  # nothing can be written there
     with pytest.warns(msrl.run.SaveWarning, match="arrivals wait in memory until they can be written"):
         record.join()
-    record._again = 0.0  # a second later
+    record._retry_time = 0.0  # a second later
     with pytest.warns(msrl.run.SaveWarning, match="lines of .* are lost, and the run cannot be replayed"):
         record.join()
     record.join()
@@ -764,14 +764,14 @@ def test_lines_that_could_not_be_kept_leave_a_gap_in_the_record(tmp_path, monkey
 
 def test_nothing_of_lost_lines_stays_in_the_record(tmp_path, monkeypatch):
     """One of them and a part of the other could be written; what follows is shorter, and a gap that is the last line counts."""
-    monkeypatch.setattr(unroll_log, "_KEPT", 1)
+    monkeypatch.setattr(unroll_log, "_MAX_UNWRITTEN", 1)
     record, file = UnrollLog(tmp_path), tmp_path / FILE
     record.begin(0)
     limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), file.stat().st_size
     try:
         for room in (5, 250):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
-            record._again = 0.0  # a second later
+            record._retry_time = 0.0  # a second later
             with pytest.warns(msrl.run.SaveWarning, match="No space left"):
                 record.refuse(0, 150 * "x")
     finally:

@@ -83,7 +83,7 @@ KINDS = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((30, 20), "flo
 
 def test_only_what_changed_in_bfloat16_crosses_with_the_delta_codec():
     """The actor has what `"bfloat16"` gives, bit by bit, whether all words crossed or only those that changed."""
-    rng, packing = np.random.default_rng(0), Packing.of("delta(4, 3)", KINDS)
+    rng, packing = np.random.default_rng(0), Packing.from_codec("delta(4, 3)", KINDS)
     sender, arrays, held, sizes = ActorSender(packing), [rng.normal(size=x.shape).astype(x.dtype) for x in KINDS], [], []
     for step in range(6):
         arrays = [x.copy() for x in arrays]

@@ -37,7 +37,7 @@ def test_the_command_passes_the_users_trust_on(trust, monkeypatch):
         asked.append(actor.trust)
         return 3
 
-    monkeypatch.setattr(actor, "_act", noted)
+    monkeypatch.setattr(actor, "_act_for_learner", noted)
     assert main(["act", "127.0.0.1:7000", *["--trust"] * trust]) == 0 and asked == [trust]
 
 

@@ -33,7 +33,7 @@ def learner(serve=None):
 
     async def accepted(connection):
         try:
-            peer = await wire.accepted(connection, context)
+            peer = await wire.accept(connection, context)
             try:
                 ends.append(await serve(peer) if serve else "let in")
             finally:

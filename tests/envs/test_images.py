@@ -157,7 +157,7 @@ def test_images_of_simulators_are_told_of_and_mended(capfd, monkeypatch):
     assert any("AsImage" in note for note in envs.check(plain, steps=6).notes)
     told = "the observations of Quarter looks like an image, uint8[4, 40, 40], but networks convolve"
     with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):
-        patch.setattr(sys.modules["msrl_jax.run.training"], "_begin", None)  # what is said before it is enough
+        patch.setattr(sys.modules["msrl_jax.run.training"], "_begin_run", None)  # what is said before it is enough
         msrl.train("ppo", plain, **run)
     assert capfd.readouterr().err.startswith(told)
     env = envs.AsImage(plain)

@@ -209,7 +209,7 @@ def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
     values = dict(zip(closed.jaxpr.invars, jax.tree.leaves((state, actions)), strict=True))
     values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     origin = find_origin(closed.jaxpr.eqns, values, closed.jaxpr.outvars)
-    failure = Failure.of(origin, 1, False, venv)  # type: ignore[arg-type]
+    failure = Failure.from_origin(origin, 1, False, venv)  # type: ignore[arg-type]
     assert str(failure).startswith(message)
     said = Finding("loss", None, 1, None, failure).describe(0)
     assert said.startswith(message) and said.endswith(". So 'loss' is not finite")

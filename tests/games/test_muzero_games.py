@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.games import MuZero, match, minimax, with_search
 from msrl_jax.games.latent_model import LatentModel
-from msrl_jax.games.matches import _of_result
+from msrl_jax.games.matches import _player_of
 from msrl_jax.games.muzero import model_searcher
 from msrl_jax.games.small_games import KuhnPoker
 from msrl_jax.games.turn_based import OneMover, draws, vectorize_turns
@@ -255,5 +255,5 @@ def test_tic_tac_toe_is_hardly_ever_lost_by_who_has_learned_its_rules(game):
     }
     result = msrl.train("muzero", GAME, total_steps=400_000, eval_episodes=1, devices=jax.devices()[:1], **options)
     outcome = match(game, result, perfect(), games=1000)
-    games, lost = np.sum([lost_games(game, _of_result(result, game), seat=seat) for seat in (0, 1)], axis=0)
+    games, lost = np.sum([lost_games(game, _player_of(result, game), seat=seat) for seat in (0, 1)], axis=0)
     assert outcome.losses <= 50 and outcome.finished.all() and lost <= games / 100

@@ -124,7 +124,7 @@ def test_a_constant_that_is_not_finite_is_named(name):
     origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars, constants)
     assert (origin.primitive, origin.constant, origin.eager) == (primitive, constant, True)
     assert origin.source.startswith(__file__)
-    said = str(Failure.of(origin, 1, False))
+    said = str(Failure.from_origin(origin, 1, False))
     assert (f"from finite operands and the constant {constant}. The" in said) == (constant is not None)
     assert "one by one" not in said
 
@@ -132,7 +132,7 @@ def test_a_constant_that_is_not_finite_is_named(name):
 def test_the_finding_stays_where_no_temporary_file_can_be_written(monkeypatch):
     """A run without a folder writes its first bad step to a temporary one."""
     found = SimpleNamespace(iteration=3, member=None, origin=SimpleNamespace(fragment="learn"))
-    monkeypatch.setattr("msrl_jax.nonfinite.search._failure", lambda run, guard: found)
+    monkeypatch.setattr("msrl_jax.nonfinite.search._find_failure", lambda run, guard: found)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     told = explain_finding(SimpleNamespace(path=None), Finding("loss", None, 4, None), None)
     assert (told.iteration, told.failure, told.replay) == (3, found, None)

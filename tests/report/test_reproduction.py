@@ -108,14 +108,16 @@ def test_the_best_agents_play_with_other_keys_than_their_evaluations(seeds, monk
     """Else their score would be that of the luckiest evaluation."""
     keys = []
     chosen = SimpleNamespace(
-        of=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}), env=None, teams=()
+        evaluate_leaves=lambda leaves, key: keys.append(key) or SimpleNamespace(means={"eval_return": np.zeros(seeds)}),
+        env=None,
+        teams=(),
     )
     for module in ("msrl_jax.report.best_agents", "msrl_jax.run.loop.hooks"):
         monkeypatch.setattr(f"{module}.make_evaluator", lambda *args, **options: chosen)
     monkeypatch.setattr("msrl_jax.report.best_agents.close_simulators", lambda env: None)
     key = jax.random.key(0) if seeds == 1 else jax.random.split(jax.random.key(0), seeds)
     experiment = SimpleNamespace(
-        behavior=SimpleNamespace(taken=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key
+        behavior=SimpleNamespace(leaf_types=[]), has_members=seeds > 1, members=seeds, seeds=seeds, rank_by="return", key=key
     )
     reproduction.BestAgents().play(experiment, 4)
     keys += [Evaluating(experiment, 4, None)._key, key]
@@ -219,7 +221,7 @@ def test_a_record_gives_way_to_none_of_fewer_seeds(folder, first, again, monkeyp
     assert "would replace the record of small, of seeds 0 to 4, by one of fewer seeds" in message
     assert "leave --seed and --seeds out" in message
     three = dataclasses.replace(first.record, seeds=[3])
-    monkeypatch.setattr(reproduction, "_record", lambda *args: three)
+    monkeypatch.setattr(reproduction, "_make_record", lambda *args: three)
     assert reproduced(again).record.seeds == [3]
     assert recipes.Record.read(again / "small.json").seeds == [0, 1, 2, 3, 4]
     dataclasses.replace(first.record, seeds=[9, 8]).write(again / "small.json")
@@ -324,7 +326,7 @@ def test_seeds_that_could_not_be_saved_end_it(folder, tmp_path, monkeypatch):
 
 def test_groups_that_were_begun_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduction, "memory_of", lambda *args: (4, 1, 1))
-    groups = functools.partial(reproduction._groups, SMALL, msrl.policies.GPUOnly(), None)
+    groups = functools.partial(reproduction._split_seeds, SMALL, msrl.policies.GPUOnly(), None)
     assert groups(range(10), tmp_path) == [range(3), range(3, 7), range(7, 10)]
     (tmp_path / "seeds-2-6").mkdir()
     assert groups(range(10), tmp_path) == [range(2), range(2, 7), range(7, 10)]
@@ -375,7 +377,7 @@ def test_train_takes_a_recipe_and_flags_win(folder, tmp_path, capsys):
 
 def test_defaults_name_the_recipe_of_their_environment(folder, capsys, monkeypatch):
     (folder / "small.toml").rename(folder / "ppo-cart.toml")
-    monkeypatch.setattr(sys.modules["msrl_jax.run.training"], "_begin", None)  # what is said before it is enough
+    monkeypatch.setattr(sys.modules["msrl_jax.run.training"], "_begin_run", None)  # what is said before it is enough
     train = functools.partial(msrl.train, "ppo", "CartPole-v1", total_steps=4096, eval_episodes=0, progress="lines")
     with pytest.raises(TypeError, match="not callable"):
         train()

@@ -198,7 +198,7 @@ def test_runs_that_differ_in_more_than_their_seeds_are_not_seeds_of_one_setting(
         about = {"pbt": None, "config": {}, fact: {"x": x}}
         return SimpleNamespace(members=1, settings=[{"seed": seed}], description=about)
 
-    groups = groups_of({"a": run(0, 1), "b": run(1, 1), "c": run(2, 2)}, most=9)
+    groups = groups_of({"a": run(0, 1), "b": run(1, 1), "c": run(2, 2)}, max_settings=9)
     assert [group.names for group in groups] == ["a, b", "c"]
 
 

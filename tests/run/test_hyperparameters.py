@@ -9,7 +9,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.agents.agent import innermost
 from msrl_jax.run import Result
-from msrl_jax.run.experiment.agent_transforms import with_numbers
+from msrl_jax.run.experiment.members import with_numbers
 from msrl_jax.run.prepare import make_experiment
 
 from .test_members import ENV, assert_member

@@ -60,9 +60,9 @@ def test_the_replay_ratio_of_other_sizes_than_the_defaults_is_said():
 
 
 def test_trials_of_a_sweep_are_compared_after_they_learned():
-    assert rung_steps(9000, 3, None, trials=27, least=1000) == [1000, 3000, 9000]
+    assert rung_steps(9000, 3, None, trials=27, min_first=1000) == [1000, 3000, 9000]
     with pytest.raises(ValueError, match=r"first comparison is after 333 .* up to the first update"):
-        rung_steps(9000, 3, 333, trials=27, least=1000)
+        rung_steps(9000, 3, 333, trials=27, min_first=1000)
     grid = {"method": "grid", "learning_rate": [1e-3, 1e-4], "halving": 3, "min_steps": 64, "total_steps": 512}
     with pytest.raises(ValueError, match=r"first comparison is after 64 .* at least the 100 steps of one iteration"):
         msrl.sweep("dqn", "CartPole-v1", progress=False, **grid, **SMALL)

@@ -5,8 +5,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax.run.experiment import agent_transforms
-from msrl_jax.run.experiment.agent_transforms import block_size, member_axes
+from msrl_jax.run.experiment import members as members_module
+from msrl_jax.run.experiment.members import block_size, member_axes
 from msrl_jax.run.prepare import make_experiment
 from tests.support.random_walk import RandomWalk
 
@@ -117,7 +117,7 @@ def test_members_have_the_keys_of_single_runs():
 
 def test_one_cpu_trains_members_in_blocks_with_the_same_bits(tiny, one_device, monkeypatch):
     def trained(cores):
-        monkeypatch.setattr(agent_transforms, "processors", lambda: cores)
+        monkeypatch.setattr(members_module, "processors", lambda: cores)
         experiment = make_experiment("ppo", ENV, total_steps=2 * 64, seeds=64, learning_rate=[1e-3], **tiny)
         program = experiment.compile(policies.get("GPUOnly"), one_device)
         state, metrics = program.run(experiment.start(program), 2)
@@ -143,7 +143,7 @@ def test_one_cpu_trains_members_in_blocks_with_the_same_bits(tiny, one_device, m
     ],
 )
 def test_blocks_are_for_members_on_one_cpu(algo, members, policy, num_devices, block, monkeypatch):
-    monkeypatch.setattr(agent_transforms, "processors", lambda: 1)
+    monkeypatch.setattr(members_module, "processors", lambda: 1)
     agent = make_experiment(algo, ENV).agent
     layout = policies.get(policy).layout(jax.devices()[:num_devices], {"env": 8})
     assert block_size(agent, members, layout) == block

@@ -115,7 +115,7 @@ def test_the_table_has_a_row_for_each_trial(swept):
 
 @pytest.mark.long
 def test_the_command_trains_the_best_setting(swept, tiny):
-    given = parse("msrl-jax train", COMMANDS["train"], shlex.split(swept.command())[2:]).given
+    given = parse("msrl-jax train", COMMANDS["train"], shlex.split(swept.command())[2:]).values
     made = make_experiment(**{name: x for name, x in given.items() if name not in ("policy", "eval_episodes")})
     best = PPO(**tiny | swept.best.values)
     assert made == Experiment(algorithm=best, env=ENV, total_steps=COMMON["total_steps"], seed=3, seeds=2)
@@ -139,7 +139,7 @@ def test_numbers_of_the_command_are_exact(tiny):
     }
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0, rank_by="success")
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
-    given = parse("msrl-jax train", COMMANDS["train"], shlex.split(command)[2:]).given
+    given = parse("msrl-jax train", COMMANDS["train"], shlex.split(command)[2:]).values
     made = algorithms.make("ppo", {name: x for name, x in given.items() if name in vars(PPO())})
     assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
     assert given["env_params"] == "length=uniform(0.25, 1)" and given["rank_by"] == "success"

@@ -19,7 +19,7 @@ from msrl_jax import cli
 from msrl_jax.run import NotSavedError, Result, ResumeWarning, RunFolderError
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.tournament import Leaderboard
-from msrl_jax.tournament.worker import _copied
+from msrl_jax.tournament.worker import _copy_run
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 
@@ -93,7 +93,7 @@ def test_ranks_are_drawn_with_halving_probabilities(tmp_path):
     drawn = [board.draw(rng, "ppo").worker for _ in range(4000)]
     for name, share in (("b", 4 / 7), ("c", 2 / 7), ("a", 1 / 7)):
         assert abs(drawn.count(name) / 4000 - share) < 5 * np.sqrt(share * (1 - share) / 4000)
-    assert board.draw(rng, "dqn") is None and board.draw(rng, "ppo", below=1) is None
+    assert board.draw(rng, "dqn") is None and board.draw(rng, "ppo", max_step=1) is None
     done = {"algorithm": "dqn", "step": 1, "finished": True, "parent": None, "worker": "d"}
     assert board.put(folder_of(tmp_path, "d"), 4.0, **done)
     assert board.draw(rng, "dqn") is None, "a member that has finished, of a worker with fewer steps, is not trained on"
@@ -236,7 +236,7 @@ def test_copies_of_a_member_differ_in_their_random_numbers_alone(board, tmp_path
     (parent,) = board.entries
     made = make_experiment("a2c", RandomWalk(), total_steps=512, env_params=None, **dict(SMALL))
     for number in (1, 2):
-        assert _copied(parent, tmp_path / str(number), number, made)
+        assert _copy_run(parent, tmp_path / str(number), number, made)
     states = [Result.load(path, env=RandomWalk()).run_state for path in (parent.path, tmp_path / "1", tmp_path / "2")]
     of_keys = 0
     for leaves in zip(*map(jax.tree.leaves, states), strict=True):

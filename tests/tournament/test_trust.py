@@ -12,7 +12,7 @@ from msrl_jax.run.disk import store
 from msrl_jax.run.disk.store import ResumeWarning
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.tournament import Leaderboard
-from msrl_jax.tournament.worker import _copied
+from msrl_jax.tournament.worker import _copy_run
 
 DEPLOYED = {
     "format": store.FORMAT,
@@ -51,7 +51,7 @@ def test_a_board_runs_nothing_and_leads_nowhere_else(tmp_path):
         (member,) = board.entries
     assert member.id == "a" and precious.exists()
     with pytest.warns(ResumeWarning, match="cannot be read, so a new run starts"):
-        assert not _copied(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
+        assert not _copy_run(member, tmp_path / "new", 0, Experiment(algorithm=algorithms.SAC(), env="Pendulum-v1"))
 
 
 @pytest.mark.parametrize("name", ["members", "lock"])

@@ -19,3 +19,14 @@ def key_for(purpose: str, key: jax.Array) -> jax.Array:
     use. The first four letters are a large number.
     """
     return jax.random.fold_in(key, jax.device_put(np.uint32(int.from_bytes(purpose[:4].encode(), "big"))))
+
+
+def fold_keys(state: Any, number: int) -> Any:
+    """Folds a number into every typed key of a state, which changes all randomness."""
+
+    def fold(x: Any) -> Any:
+        if not is_key(x):
+            return x
+        return jax.vmap(lambda key: jax.random.fold_in(key_for("again", key), number))(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, state)

@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._files import parse_json
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.run.disk.folder import CHECKPOINTS, SUMMARY, write_json
@@ -55,7 +56,7 @@ class Checkpoint:
     is_readable: bool = True  # whether the seal is valid
 
 
-def _by_itself() -> Any:
+def _this_process_only() -> Any:
     """Returns options with which Orbax reads and writes in this process without waiting for others."""
     import orbax.checkpoint as ocp
 
@@ -65,9 +66,9 @@ def _by_itself() -> Any:
     return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}")
 
 
-def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
-    named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
-    return named + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
+def _named_leaves(state: PyTree, registers: Sequence[Any]) -> list[tuple[str, Any]]:
+    leaves = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
+    return leaves + [(f"register {i}", leaf) for i, leaf in enumerate(registers)]
 
 
 class CheckpointWriter:
@@ -76,7 +77,7 @@ class CheckpointWriter:
     def __init__(self, path: Path, keep: int):
         """Removes incomplete checkpoints of a killed run; no other process may write to the folder."""
         self._folder, self._keep = path / CHECKPOINTS, keep
-        _errors_only_raised()
+        _silence_storage_errors()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs compile
         self._pending: concurrent.futures.Future[None] | None = None
@@ -94,7 +95,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.done()
 
     def save(
-        self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
+        self, iteration: int, state: PyTree, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
     ) -> None:
         """Starts to write a checkpoint; waits for the previous one."""
         import orbax.checkpoint as ocp
@@ -104,14 +105,20 @@ class CheckpointWriter:
         if (path / SEAL).exists():
             return
         self._remove_incomplete()
-        named = [(name, jax.random.key_data(x) if is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
+        named_leaves = [
+            (name, jax.random.key_data(leaf) if is_key(leaf) else leaf)
+            for name, leaf in _named_leaves(state, registers)
+            if np.size(leaf)
+        ]
         # If there are several processes, only this one writes: its arrays are on the host.
-        entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
+        entries = dict(named_leaves) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named_leaves}
         try:
             with _as_os_error(path):
                 self._folder.mkdir(exist_ok=True)  # but not its parents: if the folder of a run was moved, do not split the run
                 # Use one per checkpoint, because it would raise some of its errors only at later checkpoints.
-                checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+                checkpointer = ocp.AsyncCheckpointer(
+                    ocp.StandardCheckpointHandler(), multiprocessing_options=_this_process_only()
+                )
                 checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
         except OSError:
             self._remove_incomplete()
@@ -124,28 +131,28 @@ class CheckpointWriter:
             with _as_os_error(path):
                 checkpointer.close()
                 checkpointer.check_for_errors()
-                seal = to_json(seal | {"files": _sums(path)})
-                write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
+                seal = to_json(seal | {"files": _file_checksums(path)})
+                write_json(path / SEAL, seal | {"sum": _seal_checksum(seal)}, indent=None)
         except BaseException:
             self._remove_incomplete()
             raise
         self._prune()
 
-    def set_aside(self, after: int) -> None:
+    def set_aside(self, iteration: int) -> None:
         """Renames checkpoints that are newer than the one from which the run resumes: damaged or non-finite ones."""
-        for saved in complete_checkpoints(self._folder.parent):
-            if saved.iteration > after:
-                other = saved.path.with_name(f"{saved.path.name}.damaged")
+        for checkpoint in complete_checkpoints(self._folder.parent):
+            if checkpoint.iteration > iteration:
+                other = checkpoint.path.with_name(f"{checkpoint.path.name}.damaged")
                 shutil.rmtree(other, ignore_errors=True)
-                saved.path.rename(other)
+                checkpoint.path.rename(other)
 
     def _prune(self) -> None:
-        found = [c for c in complete_checkpoints(self._folder.parent) if c.is_readable]
-        kept = best(found)
-        for old in found[self._keep :]:
-            if old != kept:
-                (old.path / SEAL).unlink(missing_ok=True)  # from now on, the checkpoint is incomplete
-                shutil.rmtree(old.path, ignore_errors=True)
+        checkpoints = [c for c in complete_checkpoints(self._folder.parent) if c.is_readable]
+        best_checkpoint = best(checkpoints)
+        for checkpoint in checkpoints[self._keep :]:
+            if checkpoint != best_checkpoint:
+                (checkpoint.path / SEAL).unlink(missing_ok=True)  # from now on, the checkpoint is incomplete
+                shutil.rmtree(checkpoint.path, ignore_errors=True)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is on disk."""
@@ -158,12 +165,12 @@ class CheckpointWriter:
         self._worker.shutdown()
 
 
-def _sum(seal: Mapping[str, Any]) -> str:
+def _seal_checksum(seal: Mapping[str, Any]) -> str:
     content = {name: value for name, value in seal.items() if name != "sum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sums(path: Path) -> dict[str, str]:
+def _file_checksums(path: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a checkpoint except the seal."""
     sums = {}
     for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != SEAL and not p.name.startswith(f".{SEAL}.")):
@@ -183,13 +190,13 @@ def _as_os_error(path: Path) -> Iterator[None]:
         raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_informative(record: logging.LogRecord) -> bool:
     """Returns whether a log record says more than the errors that the storage library raises."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
 
 
 @functools.cache
-def _errors_only_raised() -> None:
+def _silence_storage_errors() -> None:
     """Stops the storage library from also printing, in hundreds of lines, the errors that it raises."""
     hook = sys.unraisablehook
 
@@ -199,33 +206,33 @@ def _errors_only_raised() -> None:
 
     sys.unraisablehook = unraisable
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
+        logging.getLogger(name).addFilter(_is_informative)
 
 
 def complete_checkpoints(path: Path) -> list[Checkpoint]:
     """Finds the complete checkpoints of a run."""
-    found = []
+    checkpoints = []
     for folder in sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True):
         if not (folder / SEAL).exists():
             continue
         try:
             seal = _read_seal(folder)
-            found.append(Checkpoint(folder, seal["iteration"], seal["progress"], seal["score"]))
+            checkpoints.append(Checkpoint(folder, seal["iteration"], seal["progress"], seal["score"]))
         except CheckpointError:
-            found.append(Checkpoint(folder, int(folder.name), {}, None, is_readable=False))
-    return found
+            checkpoints.append(Checkpoint(folder, int(folder.name), {}, None, is_readable=False))
+    return checkpoints
 
 
-def best(found: Sequence[Checkpoint]) -> Checkpoint | None:
+def best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """Returns the checkpoint with the highest score, the newest if several have it; None if none has a score."""
-    return max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
+    return max((c for c in checkpoints if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
 
 
 def _read_seal(path: Path) -> dict[str, Any]:
     """Reads a checkpoint's seal; raises CheckpointError if it is damaged."""
     try:
         seal = parse_json((path / SEAL).read_text())
-        sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
+        sound = seal["sum"] == _seal_checksum(seal) and seal["iteration"] == int(path.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fact = f"{SEAL} cannot be read ({type(error).__name__}: {error})"
         raise CheckpointError(f"the checkpoint {path} is damaged: {fact}") from error
@@ -236,15 +243,15 @@ def _read_seal(path: Path) -> dict[str, Any]:
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a file of a checkpoint is missing or was changed after it was written."""
-    wanted = _read_seal(checkpoint.path)["files"]
+    expected_sums = _read_seal(checkpoint.path)["files"]
     try:
-        have = _sums(checkpoint.path)
+        actual_sums = _file_checksums(checkpoint.path)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: it cannot be read ({error})") from error
-    wrong = sorted(name for name in wanted if have.get(name) != wanted[name])
-    if wrong:
-        what = "is missing" if wrong[0] not in have else "is not what was written"
-        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {wrong[0]} {what}")
+    damaged_files = sorted(name for name in expected_sums if actual_sums.get(name) != expected_sums[name])
+    if damaged_files:
+        problem = "is missing" if damaged_files[0] not in actual_sums else "is not what was written"
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {damaged_files[0]} {problem}")
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
@@ -257,78 +264,85 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
             if (checkpoint.path / SEAL).exists():  # otherwise the process that writes it has just deleted it
                 problems.append(str(error))
             continue
-        for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
+        for problem in [*_describe_unsealed(path, checkpoint.iteration), *problems]:
             note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
         return checkpoint
-    if problems := problems or _unsealed(path, -1):
+    if problems := problems or _describe_unsealed(path, -1):
         raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
 
 
-def _unsealed(path: Path, after: int) -> list[str]:
+def _describe_unsealed(path: Path, iteration: int) -> list[str]:
     """Describes unsealed checkpoints after an iteration, if the run has ended; if it has not, one is still being written."""
     folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
-    lost = [folder for folder in folders if int(folder.name) > after and not (folder / SEAL).exists()]
+    lost = [folder for folder in folders if int(folder.name) > iteration and not (folder / SEAL).exists()]
     return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
-) -> tuple[Any, tuple[jax.Array, ...]]:
+    checkpoint: Checkpoint,
+    types: PyTree,
+    registers: Sequence[jax.ShapeDtypeStruct] = (),
+    shardings: Sequence[jax.sharding.Sharding] | None = None,
+) -> tuple[PyTree, tuple[jax.Array, ...]]:
     """Loads a checkpoint onto any devices: its state and registers.
 
-    `like` and `registers` have the saved shapes and dtypes; `shardings` has one entry for each leaf of both; None uses one
+    `types` and `registers` have the saved shapes and dtypes; `shardings` has one entry for each leaf of both; None uses one
     device for all. CheckpointError names the first difference from what was saved.
     """
     import orbax.checkpoint as ocp
 
-    named = _named(like, registers)
-    places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(named) if shardings is None else shardings
-    wanted = {}
-    for (name, leaf), place in zip(named, places, strict=True):
+    named_leaves = _named_leaves(types, registers)
+    places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(named_leaves) if shardings is None else shardings
+    expected = {}
+    for (name, leaf), place in zip(named_leaves, places, strict=True):
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         if np.size(data):
             if is_key(leaf) and isinstance(place, NamedSharding):  # key data have one more dimension than keys
                 place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
-            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
+            expected[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
     try:
-        with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
-            saved: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
-            _check_entries(checkpoint.path, saved, wanted)
-            entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
+        with ocp.StandardCheckpointer(multiprocessing_options=_this_process_only()) as checkpointer:
+            stored: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
+            _check_entries(checkpoint.path, stored, expected)
+            entries = checkpointer.restore(checkpoint.path.absolute(), expected)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
 
-    def restored(name: str, leaf: Any, place: Any) -> jax.Array:
+    def restored(name: str, leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.Array:
         data = entries.get(name)
         if data is None:
             return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
         return jax.random.wrap_key_data(data, impl=key_impl(leaf)) if is_key(leaf) else data
 
-    leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
-    tree = jax.tree.structure(like)
+    leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named_leaves, places, strict=True)]
+    tree = jax.tree.structure(types)
     return jax.tree.unflatten(tree, leaves[: tree.num_leaves]), tuple(leaves[tree.num_leaves :])
 
 
-def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    for name in sorted(saved.keys() | wanted.keys()):
-        if name not in saved or name not in wanted:
-            where = "only in the checkpoint" if name in saved else "not in the checkpoint"
+def _check_entries(path: Path, stored: Mapping[str, Any], expected: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    for name in sorted(stored.keys() | expected.keys()):
+        if name not in stored or name not in expected:
+            place = "only in the checkpoint" if name in stored else "not in the checkpoint"
             raise CheckpointError(
-                f"the checkpoint {path} does not fit: {name} is {where}; was it written by another version, or from another "
+                f"the checkpoint {path} does not fit: {name} is {place}; was it written by another version, or from another "
                 "environment or config?"
             )
-        have, want = saved[name], wanted[name]
-        words = {tuple(have.shape[-1:]), want.shape[-1:]}  # of a key, by its implementation
-        if words == {(2,), (4,)} and tuple(have.shape[:-1]) == want.shape[:-1] and have.dtype == want.dtype == np.uint32:
+        found_type, expected_type = stored[name], expected[name]
+        words = {tuple(found_type.shape[-1:]), expected_type.shape[-1:]}  # of a key, by its implementation
+        if (
+            words == {(2,), (4,)}
+            and tuple(found_type.shape[:-1]) == expected_type.shape[:-1]
+            and found_type.dtype == expected_type.dtype == np.uint32
+        ):
             raise CheckpointError(
                 f"the checkpoint {path} has random keys of another implementation ({name}); call "
                 'jax.config.update("jax_default_prng_impl", ...) with the prng_impl under "devices" in its config.json'
             )
-        if tuple(have.shape) != want.shape or have.dtype != want.dtype:
+        if tuple(found_type.shape) != expected_type.shape or found_type.dtype != expected_type.dtype:
             raise CheckpointError(
-                f"the checkpoint {path} does not fit: {name} is {have.dtype}{list(have.shape)} there and "
-                f"{want.dtype}{list(want.shape)} here; was it written from another environment or config?"
+                f"the checkpoint {path} does not fit: {name} is {found_type.dtype}{list(found_type.shape)} there and "
+                f"{expected_type.dtype}{list(expected_type.shape)} here; was it written from another environment or config?"
             )

@@ -49,13 +49,13 @@ class SaveWarning(UserWarning):
     """Something could not be saved; the run continues."""
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Returns the versions of Python, of all packages that affect a run's numbers, and of the packages `more`, if installed."""
-    found = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
-    for package in more:
+def versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of Python, of all packages that affect a run's numbers, and of `packages`, if installed."""
+    found_versions = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            found_versions[package] = importlib.metadata.version(package)
+    return found_versions
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
@@ -74,17 +74,17 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def check_target(what: str, path: Path, suffixes: Sequence[str]) -> None:
+def check_target(kind: str, path: Path, suffixes: Sequence[str]) -> None:
     """Raises ValueError if a file cannot be written there, or has none of these suffixes; call it before making the file."""
     if path.suffix.lower() not in suffixes:
-        raise ValueError(f"the {what} {path} must end in {' or '.join(suffixes)}; change its suffix")
+        raise ValueError(f"the {kind} {path} must end in {' or '.join(suffixes)}; change its suffix")
     if path.is_dir():
-        raise ValueError(f"the {what} {path} is a folder; name a file")
+        raise ValueError(f"the {kind} {path} is a folder; name a file")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"the {what} {path}: the folder {path.absolute().parent} does not exist; create it first")
+        raise ValueError(f"the {kind} {path}: the folder {path.absolute().parent} does not exist; create it first")
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+def write_json(path: Path, value: object, indent: int | None = 2) -> None:
     """Writes a JSON file."""
     write_text(path, json.dumps(to_json(value), indent=indent) + "\n")
 
@@ -95,16 +95,18 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, "utf-8", "replace", newline="")
 
 
-def check_free(path: Path, what: str = "run", files: Sequence[str] = (CONFIG, ROWS, SUMMARY, CHECKPOINTS)) -> None:
+def check_free(path: Path, kind: str = "run", files: Sequence[str] = (CONFIG, ROWS, SUMMARY, CHECKPOINTS)) -> None:
     """Raises RunFolderError if `path` holds a run (some of these files) or other files; hidden files do not count."""
-    if taken := [name for name in files if (path / name).exists()]:
+    if run_files := [name for name in files if (path / name).exists()]:
         raise RunFolderError(
-            f"the folder {path} already holds a {what} ({taken[0]}); resume it (resume=True, or --resume), choose another "
+            f"the folder {path} already holds a {kind} ({run_files[0]}); resume it (resume=True, or --resume), choose another "
             "folder, or delete it first"
         )
-    if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
-        some = ", ".join(others[:3])
-        raise RunFolderError(f"the folder {path} holds files that are not of a {what} ({some}); choose a new or empty folder")
+    if other_files := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
+        examples = ", ".join(other_files[:3])
+        raise RunFolderError(
+            f"the folder {path} holds files that are not of a {kind} ({examples}); choose a new or empty folder"
+        )
 
 
 def check_links(path: Path, names: Sequence[str]) -> None:
@@ -118,17 +120,17 @@ def locked(path: Path) -> Iterator[None]:
     """Creates a run's folder and locks it against other processes; the system releases the lock when the process ends."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; choose a folder for the run")
-    saved = [f"{CHECKPOINTS}/{each.name}" for each in (path / CHECKPOINTS).glob("*")]
-    check_links(path, (*_WRITTEN, ROWS, CHECKPOINTS, *saved))
+    checkpoints = [f"{CHECKPOINTS}/{checkpoint.name}" for checkpoint in (path / CHECKPOINTS).glob("*")]
+    check_links(path, (*_WRITTEN, ROWS, CHECKPOINTS, *checkpoints))
     if folders := [path / name for name in _WRITTEN if (path / name).is_dir()]:
         raise RunFolderError(f"{folders[0]} is a folder, but the run needs a file there; move it, or choose another folder")
-    new = [p for p in (path, *path.parents) if not p.exists()]
+    new_folders = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK
 
     def remove_empty() -> None:  # a run that wrote nothing leaves no empty folder
         with contextlib.suppress(OSError):
-            for folder in new:
+            for folder in new_folders:
                 folder.rmdir()
 
     with contextlib.ExitStack() as stack:
@@ -179,7 +181,9 @@ def write_csv(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> No
     with replacing(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, columns, restval="")
         table.writeheader()
-        table.writerows({k: "" if isinstance(x, float) and math.isnan(x) else x for k, x in row.items()} for row in rows())
+        table.writerows(
+            {k: "" if isinstance(value, float) and math.isnan(value) else value for k, value in row.items()} for row in rows()
+        )
 
 
 def rewind_rows(path: Path, count: int) -> None:
@@ -203,16 +207,16 @@ def read_rows(path: Path, count: int | None = None) -> list[Row]:
 def each_row(path: Path, count: int | None = None) -> Iterator[Row]:
     """Yields rows one by one; see `read_rows`."""
     file = path / ROWS
-    first, last = dict[str, Any](), dict.fromkeys(_COUNTS, -math.inf)
+    first_row, last_counts = dict[str, Any](), dict.fromkeys(_COUNTS, -math.inf)
     try:
         for number, content in enumerate(itertools.islice(json_lines(file), count), 1):
             row = _row_of(content)
-            first = first or row
-            differs = any(np.shape(value) != np.shape(first.get(name, value)) for name, value in row.items())
-            if not row or differs or any(row[name] <= last[name] for name in _COUNTS):
+            first_row = first_row or row
+            differs = any(np.shape(value) != np.shape(first_row.get(name, value)) for name, value in row.items())
+            if not row or differs or any(row[name] <= last_counts[name] for name in _COUNTS):
                 raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run")
             yield row
-            last = {name: row[name] for name in _COUNTS}
+            last_counts = {name: row[name] for name in _COUNTS}
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
 
@@ -238,13 +242,13 @@ def _row_of(content: Any) -> Row:
     return row if is_sound else {}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return np.asarray(value).dtype.kind in "biuf"
 
 
 def _from_json(value: Any) -> float | np.ndarray:
     if isinstance(value, list):
-        return np.array([math.nan if x is None else x for x in value])
+        return np.array([math.nan if number is None else number for number in value])
     return math.nan if value is None else value
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from msrl_jax.agents import schedules
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.names import tunable_fields, value_of
-from msrl_jax.data.experience import attached, detached, without_experience
+from msrl_jax.data.experience import with_empty_rows, without_experience, without_rows
 from msrl_jax.envs import Environment
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.state_layout import Delayed
@@ -71,7 +72,7 @@ class Saved:
         return 0 if self.checkpoint is None else self.checkpoint.iteration
 
 
-def _note(text: str) -> None:
+def _warn_of_resume(text: str) -> None:
     warnings.warn(text, ResumeWarning, stacklevel=3)
 
 
@@ -86,11 +87,11 @@ def read_description(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"the folder {path} does not exist; give the folder of a run")
     file = path / folder.CONFIG
     content = folder.read_json(file)
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT and isinstance(content, dict) and "versions" in content:
-        by = "version 0.1" if found is None else "a newer version"
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT and isinstance(content, dict) and "versions" in content:
+        writer = "version 0.1" if version is None else "a newer version"
         raise RunFolderError(
-            f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
+            f"the run in {path} was saved by {writer} of msrl_jax, which this version cannot read; start a new run"
         )
     content = folder.read_json(file, *itertools.chain(*_FIELDS.values()))
     for kind, names in _FIELDS.items():
@@ -103,79 +104,89 @@ def read_description(path: Path) -> dict[str, Any]:
     return content
 
 
-def choose_checkpoint(path: Path, which: Any) -> Checkpoint:
+def choose_checkpoint(path: Path, which: Literal["newest", "best"] | int) -> Checkpoint:
     """Finds an intact checkpoint of a run: "newest", "best", or the one after a number of iterations."""
-    found = [c for c in checkpoint.complete_checkpoints(path) if c.is_readable]
-    chosen = checkpoint.best(found) if which == "best" else next((c for c in found if c.iteration == which), None)
+    checkpoints = [c for c in checkpoint.complete_checkpoints(path) if c.is_readable]
+    chosen_checkpoint = (
+        checkpoint.best(checkpoints) if which == "best" else next((c for c in checkpoints if c.iteration == which), None)
+    )
     if which == "newest":
-        chosen = checkpoint.newest(path, _note)
-    elif chosen is not None:
-        checkpoint.verify(chosen)
-    if chosen is None:
-        has = ", ".join(str(c.iteration) for c in reversed(found))
-        why = "none is complete. A run writes its first checkpoint after a minute (checkpoint_every)"
-        if found and which == "best":
-            why = (
-                f"none of those after iterations {has} has a score: none was evaluated (eval_every), no training episode had "
-                "ended, or returns do not rank agents (teams that oppose each other); use 'newest'"
+        chosen_checkpoint = checkpoint.newest(path, _warn_of_resume)
+    elif chosen_checkpoint is not None:
+        checkpoint.verify(chosen_checkpoint)
+    if chosen_checkpoint is None:
+        iterations = ", ".join(str(c.iteration) for c in reversed(checkpoints))
+        reason = "none is complete. A run writes its first checkpoint after a minute (checkpoint_every)"
+        if checkpoints and which == "best":
+            reason = (
+                f"none of those after iterations {iterations} has a score: none was evaluated (eval_every), no training "
+                "episode had ended, or returns do not rank agents (teams that oppose each other); use 'newest'"
             )
-        elif found:
-            why = f"those after iterations {has} are complete"
-        raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
-    return chosen
+        elif checkpoints:
+            reason = f"those after iterations {iterations} are complete"
+        raise CheckpointError(f"{path} has no checkpoint {which!r}: {reason}")
+    return chosen_checkpoint
 
 
 def open_run(path: Path) -> Saved:
     """Reads the settings of a run, and finds its newest intact checkpoint; raises RunFolderError if the run does not exist."""
-    description, found = read_description(path), checkpoint.newest(path, _note)
-    if found is None and (path / folder.SUMMARY).exists():
+    description, newest = read_description(path), checkpoint.newest(path, _warn_of_resume)
+    if newest is None and (path / folder.SUMMARY).exists():
         raise CheckpointError(
             f"the run in {path} has ended, but its checkpoints are gone; restore {folder.CHECKPOINTS}, or start a new run in "
             "another folder"
         )
-    if found is None and (path / folder.ROWS).exists():
-        _note(f"the run in {path} has no checkpoint yet, and starts again from its seed")
-    if found is not None:
-        _check_settings(path, description, found)
-    return Saved(path, description, found)
+    if newest is None and (path / folder.ROWS).exists():
+        _warn_of_resume(f"the run in {path} has no checkpoint yet, and starts again from its seed")
+    if newest is not None:
+        _check_settings(path, description, newest)
+    return Saved(path, description, newest)
 
 
-def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
+def _check_settings(path: Path, description: Mapping[str, Any], saved_checkpoint: Checkpoint) -> None:
     """Raises RunFolderError if `config.json` differs from the settings with which the run was saved."""
-    same = saved.progress.get("settings") == fingerprint(description)
-    if not same and saved.progress.get("rollbacks") == len(description["rollbacks"]):
+    is_same = saved_checkpoint.progress.get("settings") == fingerprint(description)
+    if not is_same and saved_checkpoint.progress.get("rollbacks") == len(description["rollbacks"]):
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
-def _registers(saved: Checkpoint, state: Any) -> list[int]:
+def _register_positions(saved_checkpoint: Checkpoint, state: PyTree) -> list[int]:
     """Returns the positions of the state's leaves that the registers of a checkpoint hold, in the order of the registers."""
-    names, depths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)], saved.progress["registers"]
-    if unknown := [name for name in depths if name not in names]:
+    names, depths = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)],
+        saved_checkpoint.progress["registers"],
+    )
+    if unknown_names := [name for name in depths if name not in names]:
         raise CheckpointError(
-            f"the checkpoint {saved.path} holds registers of state{unknown[0]}, which this version does not have"
+            f"the checkpoint {saved_checkpoint.path} holds registers of state{unknown_names[0]}, which this version does not "
+            "have"
         )
     return [names.index(name) for name, depth in depths.items() for _ in range(depth)]
 
 
-def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -> Any:
+def restore_state(saved_checkpoint: Checkpoint, experiment: Experiment, program: Program) -> PyTree:
     """Loads the state of a run onto the devices of a program, under any policy, in the form that `Program.run` takes."""
     agent = experiment.agent
-    full = jax.eval_shape(experiment.initial_state)
-    places, register_places = program.shardings
-    like = agent.without_data(detached(full))
-    to = jax.tree.leaves(agent.without_data(detached(places)))
-    held, depths, leaves = _registers(saved, like), saved.progress["registers"], jax.tree.leaves(like)
-    same = depths == program.registers
-    if not same:
-        old, new = (max(each.values(), default=0) for each in (depths, program.registers))
-        now = f"and are now {new}: the run resumes from its newest parameters"
-        _note(f"the parameters of the actors were {old} iterations old, {now}")
-    to = [*to, *(register_places if same else [to[i] for i in held])]
+    full_types = jax.eval_shape(experiment.initial_state)
+    state_shardings, register_shardings = program.shardings
+    types = agent.without_data(without_rows(full_types))
+    shardings = jax.tree.leaves(agent.without_data(without_rows(state_shardings)))
+    register_leaves, depths, leaves = (
+        _register_positions(saved_checkpoint, types),
+        saved_checkpoint.progress["registers"],
+        jax.tree.leaves(types),
+    )
+    has_same_registers = depths == program.registers
+    if not has_same_registers:
+        old_depth, new_depth = (max(depth_by_name.values(), default=0) for depth_by_name in (depths, program.registers))
+        consequence = f"and are now {new_depth}: the run resumes from its newest parameters"
+        _warn_of_resume(f"the parameters of the actors were {old_depth} iterations old, {consequence}")
+    shardings = [*shardings, *(register_shardings if has_same_registers else [shardings[i] for i in register_leaves])]
     if jax.process_count() > 1:  # each process reads the checkpoint, and the program takes the parts for its devices
-        to = None
-    state, registers = checkpoint.load_checkpoint(saved, like, [leaves[i] for i in held], to)
-    state = agent.with_data(attached(state, agent.without_data(full)))
-    return Delayed(state, registers) if same and registers else state
+        shardings = None
+    state, registers = checkpoint.load_checkpoint(saved_checkpoint, types, [leaves[i] for i in register_leaves], shardings)
+    state = agent.with_data(with_empty_rows(state, agent.without_data(full_types)))
+    return Delayed(state, registers) if has_same_registers and registers else state
 
 
 def take_over(saved: Saved, run: Any) -> None:
@@ -193,30 +204,35 @@ def take_over(saved: Saved, run: Any) -> None:
         return
     run.iteration = run.resumed_from = saved.checkpoint.iteration
     run.evaluation = read_evaluation(progress["evaluation"])
-    run.last_episodes = LastEpisodes(**{name: np.array(x, np.float64) for name, x in progress["last_episodes"].items()})
+    run.last_episodes = LastEpisodes(
+        **{name: np.array(values, np.float64) for name, values in progress["last_episodes"].items()}
+    )
     run.started -= progress["wall_seconds"]
     run.compiled_before = progress["compile_seconds"]
     for name in run.seconds:
         run.seconds[name] += progress[name]
 
 
-def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
+def warn_of_schedules(saved: Saved, experiment: Experiment, step: int) -> None:
     """Warns about what happens to schedules over `total_steps` when `total_steps` changes."""
-    config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
-    rate, text, own = getattr(config, "learning_rate", None), "", schedules.given(config)
+    config, old_total, new_total = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
+    learning_rate, text, scheduled = getattr(config, "learning_rate", None), "", schedules.given(config)
     falls = getattr(config, "anneal_learning_rate", False)  # a field of the config, or of one of several teams
-    fixed = is_deferred(rate) or resolve.is_custom_optimizer(getattr(config, "optimizer", "adam"))
+    fixed = is_deferred(learning_rate) or resolve.is_custom_optimizer(getattr(config, "optimizer", "adam"))
     falls = falls and not fixed
     beta = "replay.priorities.beta"
-    rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in own
-    if was == now or not (falls or rises or own):
+    rises = beta in tunable_fields(config) and value_of(config, beta) is not None and beta not in scheduled
+    if old_total == new_total or not (falls or rises or scheduled):
         return
-    what = " and ".join(["the learning rate"] * bool(falls) + [beta] * bool(rises) + list(own))
-    if falls and rate is not None:
-        text = f": it continues from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
-    _note(
-        f"total_steps changes from {was:,} to {now:,}, which rescales the schedule of {what}{text}. "
-        f"A new run of {now:,} steps would give another result"
+    names = " and ".join(["the learning rate"] * bool(falls) + [beta] * bool(rises) + list(scheduled))
+    if falls and learning_rate is not None:
+        text = (
+            f": it continues from {learning_rate * (1 - step / new_total):.3g}, "
+            f"after {max(0.0, learning_rate * (1 - step / old_total)):.3g}"
+        )
+    _warn_of_resume(
+        f"total_steps changes from {old_total:,} to {new_total:,}, which rescales the schedule of {names}{text}. "
+        f"A new run of {new_total:,} steps would give another result"
     )
 
 
@@ -310,12 +326,12 @@ def check_saved(result: Result) -> Result:
 
 
 @contextlib.contextmanager
-def _not_needed(what: str) -> Iterator[None]:
+def _warn_if_damaged(file_content: str) -> Iterator[None]:
     """Warns about a damaged file that an agent does not need to act."""
     try:
         yield
     except RunFolderError as error:
-        warnings.warn(f"{str(error).partition(';')[0]}; {what} is left out", ResumeWarning, stacklevel=3)
+        warnings.warn(f"{str(error).partition(';')[0]}; {file_content} is left out", ResumeWarning, stacklevel=3)
 
 
 def load(
@@ -332,37 +348,45 @@ def load(
     where = f"the run in {path}"
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=where, trust=trust, **objects)
 
-    def read() -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
-        saved = choose_checkpoint(path, which)
-        is_recorded = saved.progress["recorded"] is not None and experiment.recorded_steps is None
-        whole = experiment.record(1) if is_recorded else experiment
-        like = whole.agent.without_data(detached(jax.eval_shape(whole.initial_state)))
-        leaves = jax.tree.leaves(like)
-        state, registers = checkpoint.load_checkpoint(saved, like, [leaves[i] for i in _registers(saved, like)])
-        return saved, without_experience(state), registers
+    def read_checkpoint() -> tuple[Checkpoint, PyTree, tuple[jax.Array, ...]]:
+        saved_checkpoint = choose_checkpoint(path, which)
+        is_recorded = saved_checkpoint.progress["recorded"] is not None and experiment.recorded_steps is None
+        recorded_experiment = experiment.record(1) if is_recorded else experiment
+        types = recorded_experiment.agent.without_data(without_rows(jax.eval_shape(recorded_experiment.initial_state)))
+        leaves = jax.tree.leaves(types)
+        state, registers = checkpoint.load_checkpoint(
+            saved_checkpoint, types, [leaves[i] for i in _register_positions(saved_checkpoint, types)]
+        )
+        return saved_checkpoint, without_experience(state), registers
 
-    saved, state, registers = _while_replaced(path, read)
-    is_newest = which == "newest" or saved.iteration == max(c.iteration for c in checkpoint.complete_checkpoints(path))
-    told = _told(path, description, saved, is_newest=is_newest)
-    return told | {"experiment": experiment, "run_state": state, "registers": registers}
+    saved_checkpoint, state, registers = _retry_while_replaced(path, read_checkpoint)
+    is_newest = which == "newest" or saved_checkpoint.iteration == max(
+        c.iteration for c in checkpoint.complete_checkpoints(path)
+    )
+    outcome = _read_outcome(path, description, saved_checkpoint, is_newest=is_newest)
+    return outcome | {"experiment": experiment, "run_state": state, "registers": registers}
 
 
-def told(path: Path) -> dict[str, Any]:
+def read_outcome(path: Path) -> dict[str, Any]:
     """Reads the fields of an `Outcome` from the folder of a run, to which another process may be writing."""
     description = read_description(path)
-    return _told(path, description, _while_replaced(path, lambda: choose_checkpoint(path, "newest")), is_newest=True)
+    return _read_outcome(
+        path, description, _retry_while_replaced(path, lambda: choose_checkpoint(path, "newest")), is_newest=True
+    )
 
 
-def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_newest: bool) -> dict[str, Any]:
+def _read_outcome(
+    path: Path, description: Mapping[str, Any], saved_checkpoint: Checkpoint, *, is_newest: bool
+) -> dict[str, Any]:
     """Reads the fields of an `Outcome` up to a checkpoint."""
-    _check_settings(path, description, saved)
-    progress = saved.progress
+    _check_settings(path, description, saved_checkpoint)
+    progress = saved_checkpoint.progress
     summary: dict[str, Any] = {}
     if (path / folder.SUMMARY).exists() and is_newest:
-        with _not_needed("the outcome of the run"):
+        with _warn_if_damaged("the outcome of the run"):
             summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
     rows: list[Row] | None = None
-    with _not_needed("the history of the run"):
+    with _warn_if_damaged("the history of the run"):
         rows = folder.read_rows(path, progress["rows"])
     steps = None if rows is None else rows[-1]["step"] if rows else 0
     if summary and summary["status"] != "diverged" and steps not in (None, summary["total_steps"]):
@@ -380,14 +404,14 @@ def _told(path: Path, description: Mapping[str, Any], saved: Checkpoint, *, is_n
     }
 
 
-def _while_replaced(path: Path, read: Callable[[], T]) -> T:
+def _retry_while_replaced(path: Path, read_checkpoint: Callable[[], T]) -> T:
     """Reads a checkpoint; retries if the process that writes checkpoints has just deleted it."""
     for _ in range(_TRIES):
-        before = checkpoint.complete_checkpoints(path)
+        checkpoints = checkpoint.complete_checkpoints(path)
         try:
-            return read()
+            return read_checkpoint()
         except CheckpointError:
-            if checkpoint.complete_checkpoints(path) == before:
+            if checkpoint.complete_checkpoints(path) == checkpoints:
                 raise
     raise CheckpointError(f"the checkpoints of the run in {path} are replaced faster than they can be read; try again later")
 
@@ -397,9 +421,11 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
     if episodes is None:
         return None
     dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_, "agent_returns": np.float32}
-    fields: Any = {name: np.asarray(x, dtypes[name]) for name, x in episodes.items() if name in dtypes and x is not None}
-    named: Any = {
-        field: {name: np.asarray(x, np.float32) for name, x in episodes.get(field, {}).items()}
+    fields: Any = {
+        name: np.asarray(values, dtypes[name]) for name, values in episodes.items() if name in dtypes and values is not None
+    }
+    metrics_by_name: Any = {
+        field: {name: np.asarray(values, np.float32) for name, values in episodes.get(field, {}).items()}
         for field in ("team_returns", "metrics")
     }
-    return Evaluation(**fields, **named)
+    return Evaluation(**fields, **metrics_by_name)

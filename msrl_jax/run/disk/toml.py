@@ -8,26 +8,26 @@ from typing import Any
 WIDTH = 120
 
 
-def value(x: Any) -> str:
+def value(content: object) -> str:
     """Formats a value as TOML. TOML has no None, so None becomes the text "None", as on the command line."""
-    if isinstance(x, bool):
-        return str(x).lower()
-    if isinstance(x, int | float):
-        return repr(x)
-    if isinstance(x, Mapping):
-        return f"{{{', '.join(f'{name} = {value(part)}' for name, part in x.items())}}}"
-    if isinstance(x, list | tuple):
-        return f"[{', '.join(map(value, x))}]"
-    return json.dumps(str(x), ensure_ascii=False)
+    if isinstance(content, bool):
+        return str(content).lower()
+    if isinstance(content, int | float):
+        return repr(content)
+    if isinstance(content, Mapping):
+        return f"{{{', '.join(f'{name} = {value(part)}' for name, part in content.items())}}}"
+    if isinstance(content, list | tuple):
+        return f"[{', '.join(map(value, content))}]"
+    return json.dumps(str(content), ensure_ascii=False)
 
 
 def flat(table: Mapping[str, Any]) -> dict[str, Any]:
     """Flattens nested tables to dotted keys; a table that describes an object stays one value."""
-    found: dict[str, Any] = {}
-    for key, x in table.items():
-        is_table = isinstance(x, Mapping) and x and [*x] != ["object"]
-        found |= {f"{key}.{name}": part for name, part in flat(x).items()} if is_table else {key: x}
-    return found
+    flat_table: dict[str, Any] = {}
+    for key, content in table.items():
+        is_table = isinstance(content, Mapping) and content and [*content] != ["object"]
+        flat_table |= {f"{key}.{name}": part for name, part in flat(content).items()} if is_table else {key: content}
+    return flat_table
 
 
 def comment(text: str) -> str:
@@ -35,7 +35,7 @@ def comment(text: str) -> str:
     return "".join(f"# {line}\n" for line in textwrap.wrap(text, WIDTH - 2))
 
 
-def entry(key: str, x: Any, doc: str = "", *, given: bool = True) -> str:
+def entry(key: str, content: object, doc: str = "", *, is_active: bool = True) -> str:
     """Formats a key as lines, commented out if its value is not given."""
     key = json.dumps(key) if "." in key else key
-    return f"{comment(doc)}{'' if given else '#'}{key} = {value(x)}\n"
+    return f"{comment(doc)}{'' if is_active else '#'}{key} = {value(content)}\n"

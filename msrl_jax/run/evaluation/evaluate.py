@@ -12,7 +12,7 @@ import numpy as np
 from msrl_jax._compat import Tracer
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation, VectorEnvironment, episode_metrics, has_agents, vectorize
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import PyTree, TimeStep, env_name
 from msrl_jax.envs.episode_metrics import EpisodeMetrics, metrics_of
 from msrl_jax.envs.masks import check_returns_not_nan, mask_of, observation_type
 from msrl_jax.envs.param_sources import find_source, is_of_source, with_source
@@ -39,29 +39,33 @@ class Behavior:
 
     agent: Agent  # the agent of one run
     env: Environment
-    follows: bool = True  # whether environment parameters are drawn from the distributions in a state, or from those of `env`
+    follows_state: bool = (
+        True  # whether environment parameters are drawn from the distributions in a state, or from those of `env`
+    )
 
-    def elsewhere(self, env_params: GivenParams | None) -> "Behavior":
+    def with_env_params(self, env_params: GivenParams | None) -> "Behavior":
         """Returns the behavior with other distributions of environment parameters: the defaults if empty, the same if None."""
         if env_params is None:
             return self
         env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
-        return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
+        return dataclasses.replace(self, env=randomized(env, env_params), follows_state=False)
 
-    def source(self, state: Any) -> ParamSampler | tuple[()]:
+    def source(self, state: PyTree) -> ParamSampler | tuple[()]:
         """Returns the current distributions of environment parameters in a state of one run; `()` for those of `env`."""
-        return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
+        return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows_state else ()
 
-    def initial_carry(self, num_envs: int) -> Any:
+    def initial_carry(self, num_envs: int) -> PyTree:
         """Returns the carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
         return self.agent.initial_carry(num_envs)
 
-    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    def act_with_carry(
+        self, state: PyTree, obs: PyTree, carry: PyTree, key: jax.Array | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Chooses actions for raw observations, both `[E, ...]`; returns the actions and the carry for the next step. At the
         start of an episode, pass `initial_carry`. If the key is None, takes the most probable actions."""
         return self.agent.act(state, self.agent.env.observe(innermost(state).env_state, obs), key, carry)
 
-    def probabilities(self, state: Any, obs: Any) -> jax.Array:
+    def probabilities(self, state: PyTree, obs: PyTree) -> jax.Array:
         """Returns the probabilities of discrete actions, or of the values of each integer in an action."""
         if self.agent.is_recurrent:
             raise ValueError(
@@ -72,7 +76,7 @@ class Behavior:
             raise ValueError("the policy of this agent is not categorical, so actions have no probabilities; use act")
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
-    def batched(self, obs: Any) -> tuple[Any, bool]:
+    def batched(self, obs: PyTree) -> tuple[PyTree, bool]:
         """Checks raw observations; returns them as a batch, and whether they were a single observation."""
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
@@ -88,10 +92,10 @@ class Behavior:
                 "batch of observations, or trace result.behavior.act_with_carry(result.state, obs, carry, key)"
             )
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
-        shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
-        single = shapes == wanted
-        if not single and [s[1:] for s in shapes] != wanted:
-            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
+        shapes, expected = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
+        single = shapes == expected
+        if not single and [s[1:] for s in shapes] != expected:
+            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {expected}, or [B, ...]")
         if not single and len({s[0] for s in shapes} | {0}) != 2:
             raise ValueError(f"obs has shape {shapes}; give a batch of at least one observation, of equal length in all parts")
         if single:
@@ -101,66 +105,68 @@ class Behavior:
             raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
         return obs, single
 
-    def checked_carry(self, carry: Any, count: int) -> Any:
+    def checked_carry(self, carry: PyTree, count: int) -> PyTree:
         """Checks the carry for a number of observations; None becomes the carry at the start of an episode."""
         fresh = self.initial_carry(count)
         carry = fresh if carry is None else carry
-        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
-        if shapes != wanted:
+        shapes, expected = (jax.tree.map(np.shape, c) for c in (carry, fresh))
+        if shapes != expected:
             raise ValueError(
-                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
+                f"carry has shapes {shapes}; the carry of {count} observations has shapes {expected}. Pass the carry that the "
                 "last call returned, or None at the start of an episode"
             )
         return carry
 
     @functools.cached_property
-    def state_type(self) -> Any:
+    def state_type(self) -> PyTree:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
         return jax.eval_shape(lambda: self.agent.with_data(self.agent.init(jax.random.key(0))))
 
     @functools.cached_property
-    def observation_type(self) -> Any:
+    def observation_type(self) -> PyTree:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
         return observation_type(self.env)
 
     @functools.cached_property
-    def _needed(self) -> tuple[bool, ...]:
+    def _is_needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
-        def both_ways(state: Any, batch: Any) -> Any:
+        def both_ways(state: PyTree, batch: PyTree) -> PyTree:
             return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
 
         jaxpr = jax.make_jaxpr(both_ways)(self.state_type, batch).jaxpr
-        used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        read_vars = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         sources = is_of_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
-        return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))
+        return tuple(
+            id(v) in read_vars or is_source for v, is_source in zip(jaxpr.invars[: len(sources)], sources, strict=True)
+        )
 
-    def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
+    def take(self, state: PyTree, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
-        if any(self._needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
+        if any(self._is_needed[len(flat) :]):  # the algorithm's own state, without the numbers of its member
             raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
-        leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
+        leaves = processes.to_hosts([leaf for leaf, is_needed in zip(flat, self._is_needed, strict=False) if is_needed])
         if device is None:
             at_hand = bool(leaves) and jax.process_count() == 1
             device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
         return jax.device_put(leaves, device)
 
     @property
-    def taken(self) -> list[jax.ShapeDtypeStruct]:
+    def leaf_types(self) -> list[jax.ShapeDtypeStruct]:
         """The leaves of one run that `take` copies."""
-        return [t for t, needed in zip(jax.tree.leaves(self.state_type), self._needed, strict=True) if needed]
+        return [t for t, is_needed in zip(jax.tree.leaves(self.state_type), self._is_needed, strict=True) if is_needed]
 
-    def restore(self, leaves: list[jax.Array]) -> Any:
+    def restore(self, leaves: list[jax.Array]) -> PyTree:
         """Rebuilds a state from the leaves that `take` returned; the other leaves are zeros. Call it under `jit`."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.broadcast_to(jax.random.key(0), leaf.shape) if is_key(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
-        kept, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
-        pairs = zip(types, self._needed, strict=True)
-        return jax.tree.unflatten(tree, [next(kept) if needed else zeros(t) for t, needed in pairs])
+        leaf_iterator, (types, tree) = iter(leaves), jax.tree.flatten(self.state_type)
+        pairs = zip(types, self._is_needed, strict=True)
+        return jax.tree.unflatten(tree, [next(leaf_iterator) if is_needed else zeros(t) for t, is_needed in pairs])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,14 +215,14 @@ class Evaluation:
         parts = {f"of {team}": returns for team, returns in self.team_returns.items()}
         if self.agent_returns is not None and not parts:
             parts["of each agent"] = np.moveaxis(self.agent_returns, -1, -2)
-        shown = "".join(f", {of} {_spread(returns)}" for of, returns in parts.items())
-        cut = int((~self.finished).sum())
-        measured = "".join(f", {name} {_spread(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
-        measured += ", ..." * (len(self.metrics) > MOST_SHOWN)
-        note = f", {cut} cut off at max_steps" if cut else ""
+        teams = "".join(f", {owner} {_format_mean(returns)}" for owner, returns in parts.items())
+        unfinished = int((~self.finished).sum())
+        metrics = "".join(f", {name} {_format_mean(values)}" for name, values in list(self.metrics.items())[:MOST_SHOWN])
+        metrics += ", ..." * (len(self.metrics) > MOST_SHOWN)
+        note = f", {unfinished} cut off at max_steps" if unfinished else ""
         return (
-            f"Evaluation({self.returns.shape[-1]} episodes: return {_spread(self.returns)}{shown}, "
-            f"length {_fixed(self.mean_length, 1)}{measured}{note})"
+            f"Evaluation({self.returns.shape[-1]} episodes: return {_format_mean(self.returns)}{teams}, "
+            f"length {_format(self.mean_length, 1)}{metrics}{note})"
         )
 
 
@@ -225,33 +231,33 @@ def _mean(values: np.ndarray) -> float | np.ndarray:
     return mean if np.ndim(mean) else float(mean)
 
 
-def _spread(returns: np.ndarray) -> str:
+def _format_mean(returns: np.ndarray) -> str:
     mean, spread = _mean(returns), np.std(returns, axis=-1, dtype=np.float64)
     digits = decimals(mean, spread)
-    return f"{_fixed(mean, digits)} ± {_fixed(spread, digits)}"
+    return f"{_format(mean, digits)} ± {_format(spread, digits)}"
 
 
-def _fixed(values: float | np.ndarray, digits: int) -> str:
+def _format(values: float | np.ndarray, digits: int) -> str:
     if not np.ndim(values):
         return f"{values:.{digits}f}"
-    return f"[{', '.join(_fixed(value, digits) for value in np.asarray(values))}]"
+    return f"[{', '.join(_format(value, digits) for value in np.asarray(values))}]"
 
 
 class _Episodes(NamedTuple):
     """The episodes of an evaluation; `running` marks the episodes that have not ended."""
 
     step: jax.Array
-    env_state: Any
-    obs: Any
-    carry: Any
-    agent_returns: Any
+    env_state: PyTree
+    obs: PyTree
+    carry: PyTree
+    agent_returns: Any  # () for one agent
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
     metrics: EpisodeMetrics | tuple[()]
 
 
-def _beside(key: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+def _to_device_of(key: jax.Array, leaves: list[jax.Array]) -> jax.Array:
     """Copies a key to the device of leaves."""
     return jax.device_put(key, leaves[0].sharding) if leaves else key
 
@@ -270,24 +276,24 @@ class Evaluator:
         teams = getattr(self.behavior.agent.env, "teams", {})
         return teams if len(teams) > 1 else {}
 
-    def begin(self, state: Any, key: jax.Array) -> None:
+    def begin(self, state: PyTree, key: jax.Array) -> None:
         """Starts to compile the program for such a state and key in another thread."""
         leaves = self.behavior.take(state)
-        self.play.begin(leaves, _beside(key, leaves))
+        self.play.begin(leaves, _to_device_of(key, leaves))
 
-    def __call__(self, state: Any, key: jax.Array) -> Evaluation:
+    def __call__(self, state: PyTree, key: jax.Array) -> Evaluation:
         """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); does not change `state`."""
-        return self.of(self.behavior.take(state), key)
+        return self.evaluate_leaves(self.behavior.take(state), key)
 
-    def of(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
+    def evaluate_leaves(self, leaves: list[jax.Array], key: jax.Array) -> Evaluation:
         """Evaluates the leaves that `Behavior.take` returned."""
         with host_errors():
-            played = jax.device_get(self.play(leaves, _beside(key, leaves)))
+            played = jax.device_get(self.play(leaves, _to_device_of(key, leaves)))
         check_returns_not_nan(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         values = played.pop("metrics", None)
-        measured = {name: values[..., k] for k, name in enumerate(metrics_of(self.env))}
-        return Evaluation(**played, team_returns=teams, metrics=measured)
+        metrics = {name: values[..., k] for k, name in enumerate(metrics_of(self.env))}
+        return Evaluation(**played, team_returns=teams, metrics=metrics)
 
 
 def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS) -> Evaluator:
@@ -303,9 +309,9 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         env = with_source(copies, behavior.source(state))
         env_state, obs = env.reset(key)
 
-        def counted(e: _Episodes, t: Any) -> jax.Array:
-            known = None if several else episode_metrics.answered(t)
-            return e.running if known is None else e.running & known
+        def counted(e: _Episodes, t: TimeStep) -> jax.Array:
+            is_answered = None if several else episode_metrics.answered(t)
+            return e.running if is_answered is None else e.running & is_answered
 
         def without_lost(e: _Episodes, t: Any) -> _Episodes:
             """Restarts episodes that simulators lost (truncated without an answer); training does not count them either."""
@@ -322,21 +328,21 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
             reward = t.reward.sum(-1) if several else t.reward
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
             valid = None if several else t.valid  # steps may lack an answer
-            taken = e.running if valid is None else e.running & valid
-            ended = t.ended if valid is None else t.ended & (valid | t.terminated)
+            counts = e.running if valid is None else e.running & valid
+            episode_ended = t.ended if valid is None else t.ended & (valid | t.terminated)
             # After its first episode, an environment starts another one, which does not count. So the carry is never reset.
-            after = _Episodes(
+            episodes_after = _Episodes(
                 e.step + 1,
                 env_state,
                 t.obs,
                 carry,
                 agents,
                 e.returns + jnp.where(e.running, reward, 0.0),
-                e.lengths + taken,
-                e.running & ~ended,
+                e.lengths + counts,
+                e.running & ~episode_ended,
                 episode_metrics.add(env, e.metrics, t.metrics, counted(e, t)),
             )
-            return after if valid is None else without_lost(after, t)
+            return episodes_after if valid is None else without_lost(episodes_after, t)
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
@@ -355,9 +361,9 @@ def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, 
         played |= {"metrics": episode_metrics.so_far(env, end.metrics)} if end.metrics else {}
         return played | {"agent_returns": end.agent_returns} if several else played
 
-    fits = MemoryCheckedJit(
+    checked_play = MemoryCheckedJit(
         jax.jit(jax.vmap(play) if members else play),
         f"an evaluation of {episodes:,} episodes at once",
         "Play fewer episodes; several evaluations with other seeds need less memory for the same number",
     )
-    return Evaluator(behavior, fits, copies)
+    return Evaluator(behavior, checked_play, copies)

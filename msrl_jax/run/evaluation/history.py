@@ -36,8 +36,8 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
 
 def _sums(value: np.ndarray | Mean, finite: bool) -> Mean:
     """Converts a metric to sums and counts in float64; `finite` ignores non-finite entries."""
-    given = value if isinstance(value, Mean) else Mean(value, np.ones_like(value))
-    total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
+    sums = value if isinstance(value, Mean) else Mean(value, np.ones_like(value))
+    total, count = (np.asarray(x, np.float64) for x in (sums.total, sums.count))
     fine = np.isfinite(total) if finite else True
     return Mean(np.where(fine, total, 0.0), np.where(fine, count, 0.0))
 
@@ -56,25 +56,25 @@ class LastEpisodes:
     total: np.ndarray  # the sums of their scores
     count: np.ndarray  # the numbers of episodes
 
-    def add(self, first: int, scores: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
-        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` is as in `reduce_chunk`."""
-        new = _sums(scores, finite)
-        ended = np.full_like(new.total, first + 1) + np.arange(len(new.total)).reshape(-1, *[1] * (new.total.ndim - 1))
-        pairs = zip((self.iterations, self.total, self.count), (ended, new.total, new.count), strict=True)
-        joined = LastEpisodes(*(np.concatenate([old.reshape(-1, *x.shape[1:]), x]) for old, x in pairs))
-        later = np.cumsum(joined.count[::-1], axis=0)[::-1] - joined.count
-        return joined._only((joined.count > 0) & (later < _EPISODES))
+    def add(self, start: int, scores: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
+        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `start` iterations; `finite` is as in `reduce_chunk`."""
+        sums = _sums(scores, finite)
+        ends = np.full_like(sums.total, start + 1) + np.arange(len(sums.total)).reshape(-1, *[1] * (sums.total.ndim - 1))
+        pairs = zip((self.iterations, self.total, self.count), (ends, sums.total, sums.count), strict=True)
+        combined = LastEpisodes(*(np.concatenate([earlier.reshape(-1, *x.shape[1:]), x]) for earlier, x in pairs))
+        later = np.cumsum(combined.count[::-1], axis=0)[::-1] - combined.count
+        return combined._select((combined.count > 0) & (later < _EPISODES))
 
     def until(self, iteration: int) -> "LastEpisodes":
         """Returns the episodes that had ended after an iteration."""
-        return self._only((self.count > 0) & (self.iterations <= iteration))
+        return self._select((self.count > 0) & (self.iterations <= iteration))
 
-    def _only(self, kept: np.ndarray) -> "LastEpisodes":
+    def _select(self, mask: np.ndarray) -> "LastEpisodes":
         """Returns some of the entries."""
-        most = np.count_nonzero(kept, axis=0).max(initial=0)
-        order = np.argsort(kept, axis=0, kind="stable")[len(kept) - most :]  # moves the kept entries to the end, in their order
+        size = np.count_nonzero(mask, axis=0).max(initial=0)
+        order = np.argsort(mask, axis=0, kind="stable")[len(mask) - size :]  # moves the kept entries to the end, in their order
         columns = (self.iterations, self.total, self.count)
-        return LastEpisodes(*(np.take_along_axis(np.where(kept, x, 0.0), order, axis=0) for x in columns))
+        return LastEpisodes(*(np.take_along_axis(np.where(mask, x, 0.0), order, axis=0) for x in columns))
 
     def mean(self) -> float | np.ndarray:
         """Returns the mean score of each member; nan if none of its episodes has ended."""
@@ -86,15 +86,15 @@ NO_EPISODES = LastEpisodes(*(np.zeros(0) for _ in range(3)))
 
 def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None:
     """Finds the earliest iteration of a chunk in which a metric is nan or infinite."""
-    found = []
+    hits = []
     for name, value in metrics.items():
         bad = ~np.isfinite(np.asarray(value.total if isinstance(value, Mean) else value))
         if bad.any():
             iteration, *member = np.argwhere(bad)[0]
-            found.append((int(iteration), name, int(member[0]) if member else None))
-    if not found:
+            hits.append((int(iteration), name, int(member[0]) if member else None))
+    if not hits:
         return None
-    iteration, name, member = min(found, key=lambda f: f[0])
+    iteration, name, member = min(hits, key=lambda f: f[0])
     return name, iteration, member
 
 
@@ -102,19 +102,19 @@ def usual_row(about: Mapping[str, Any]) -> Row:
     """Returns a row of nan with the columns that runs have in common; `about` is the description of the run."""
     settings = about["settings"] or {}
     members = about["seeds"] * max(map(len, settings.values()), default=1)
-    each = np.full((members,) if settings or about["seeds"] > 1 else (), np.nan)
+    nans = np.full((members,) if settings or about["seeds"] > 1 else (), np.nan)
     kinds = ["episode"] * (about.get("unit") != "updates") + ["eval"] * (about["eval_episodes"] > 0)
     of_members = [f"{kind}_{name}" for kind in kinds for name in ("return", "length")]
-    return dict.fromkeys(("step", "iteration", "seconds", "steps_per_second"), np.nan) | dict.fromkeys(of_members, each)
+    return dict.fromkeys(("step", "iteration", "seconds", "steps_per_second"), np.nan) | dict.fromkeys(of_members, nans)
 
 
 def stack_rows(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Converts the rows of a run to columns; a run that ended before its first row has the usual columns, empty."""
-    unknown: dict[str, np.ndarray] = {}
+    nans: dict[str, np.ndarray] = {}
     count, rows = len(rows), rows or [usual_row(about)]
     for row in rows:
-        unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
-    columns = {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
+        nans |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in nans}
+    columns = {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in nans.items()}
     return {name: column[:count] for name, column in columns.items()}
 
 
@@ -129,8 +129,8 @@ def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
     if not len(column):
         return np.full(column.shape[1:], np.nan)
     tail = column[-max(1, round(len(column) * fraction)) :]
-    known = ~np.isnan(tail)
-    mean = np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))
+    is_known = ~np.isnan(tail)
+    mean = np.asarray(Mean(np.where(is_known, tail, 0.0), is_known).mean(axis=0))
     return np.where(np.isnan(mean), last_known(column)[-1], mean)
 
 
@@ -152,7 +152,7 @@ def in_words(setting: Mapping[str, Any]) -> str:
     return ", ".join(f"seed {x}" if name == "seed" else f"{name}={value_in_words(x)}" for name, x in setting.items())
 
 
-def value_in_words(value: Any) -> str:
+def value_in_words(value: object) -> str:
     """Formats a value of a field as short text."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
@@ -168,5 +168,5 @@ def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
     for name, value in metrics.items():
         flat[name] = float(np.mean(value))
         if np.ndim(value):
-            flat |= {f"{name}/{i}": float(x) for i, x in enumerate(np.asarray(value))}
+            flat |= {f"{name}/{i}": float(element) for i, element in enumerate(np.asarray(value))}
     return flat

@@ -6,7 +6,7 @@ In the shape descriptions, `M` denotes the number of members.
 import dataclasses
 import functools
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_inne
 from msrl_jax.agents.transformations import Counted
 from msrl_jax.configs.names import all_fields, tunable_fields
 from msrl_jax.envs import param_distributions
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.param_distributions import ParamDistribution, ParamRamp
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.metrics import Mean
@@ -26,7 +27,7 @@ from msrl_jax.fragments.support.checks import shown, suggestion, whole
 from msrl_jax.fragments.support.text_values import read_values
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.evaluation.history import in_words
-from msrl_jax.run.experiment.agent_transforms import UNRANKED, Member, learned, with_learned
+from msrl_jax.run.experiment.members import UNRANKED, Member, learned_fields, with_learned_fields
 
 PARENT = "pbt/parent"  # the metric with the member that each member copied at the last exploit; its own number if none
 FACTORS = 0.8, 1.2  # factors by which perturbation multiplies a number
@@ -76,18 +77,20 @@ class PBT:
                 f"PBT.search={shown(self.search)}: name at least one field of the config, such as "
                 "search={'learning_rate': msrl.envs.log_uniform(1e-5, 1e-2)}"
             )
-        for name, least in (("members", 2), ("every", 1), ("min_episodes", 1)):
-            object.__setattr__(self, name, whole(f"PBT.{name}", getattr(self, name), least))
+        for name, minimum in (("members", 2), ("every", 1), ("min_episodes", 1)):
+            object.__setattr__(self, name, whole(f"PBT.{name}", getattr(self, name), minimum))
         for name, options in _WORDS.items():
             if (word := getattr(self, name)) not in options:
-                near = suggestion(word, options) if isinstance(word, str) else ""
-                raise ValueError(f"PBT.{name}={word!r}{near}; use one of {', '.join(options)}")
-        for name, most in (("fraction", 0.5), ("resample_probability", 1.0)):
+                hint = suggestion(word, options) if isinstance(word, str) else ""
+                raise ValueError(f"PBT.{name}={word!r}{hint}; use one of {', '.join(options)}")
+        for name, maximum in (("fraction", 0.5), ("resample_probability", 1.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= most:
-                raise ValueError(f"PBT.{name}={value!r}: use a number above 0 and at most {most:g}")
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= maximum:
+                raise ValueError(f"PBT.{name}={value!r}: use a number above 0 and at most {maximum:g}")
             object.__setattr__(self, name, float(value))
-        object.__setattr__(self, "search", {name: _distribution(name, x) for name, x in self.search.items()})
+        object.__setattr__(
+            self, "search", {name: _check_distribution(name, distribution) for name, distribution in self.search.items()}
+        )
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
         """Checks the search against a config."""
@@ -122,13 +125,13 @@ class PBT:
                 except ValueError as error:
                     raise ValueError(f"PBT.search: {in_words({name: value})} of {name}={distribution}: {error}") from None
 
-    def _check_initial(self, name: str, values: Any) -> None:
+    def _check_initial(self, name: str, values: Iterable[object]) -> None:
         distribution = self.search[name]
         options = np.asarray(distribution.numbers, np.float32)
-        for member, given in enumerate(values):
-            if not isinstance(given, numbers.Real | np.generic | jax.Array):
+        for member, number in enumerate(values):
+            if not isinstance(number, numbers.Real | np.generic | jax.Array):
                 continue  # values that are not numbers are rejected with the other fields
-            value = np.float32(given)  # the dtype that members use
+            value = np.float32(number)  # the dtype that members use
             if not options.min() <= value <= options.max() or (distribution.kind == "choice" and value not in options):
                 raise ValueError(
                     f"{name}={value:g} of member {member} is outside PBT.search, {distribution}; give an initial value "
@@ -138,7 +141,7 @@ class PBT:
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
         """Returns the initial values of all members, `[M]` by field."""
         random = np.random.default_rng([_INITIAL, seed])
-        found = {}
+        initial_values = {}
         for name in sorted(self.search):
             quantiles = (random.permutation(self.members) + random.random(self.members)) / self.members
             kind, options = self.search[name].kind, np.asarray(self.search[name].numbers)
@@ -148,13 +151,15 @@ class PBT:
                 low, high = np.log(options) if kind == "log_uniform" else options
                 values = low + quantiles * (high - low)
                 values = np.clip(np.exp(values) if kind == "log_uniform" else values, *options)
-            found[name] = tuple(map(float, values.astype(np.float32)))
-        return found
+            initial_values[name] = tuple(map(float, values.astype(np.float32)))
+        return initial_values
 
     def to_json(self) -> dict[str, Any]:
         """Returns the specification as plain data, for `read_pbt`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"search": {name: param_distributions.text(x) for name, x in sorted(self.search.items())}}
+        return fields | {
+            "search": {name: param_distributions.text(distribution) for name, distribution in sorted(self.search.items())}
+        }
 
 
 GivenPBT: TypeAlias = PBT | Mapping[str, Any] | str
@@ -166,36 +171,40 @@ def read_pbt(given: GivenPBT) -> PBT:
     """Reads a specification."""
     if isinstance(given, PBT):
         return given
-    own = [field.name for field in dataclasses.fields(PBT)]
+    fields = [field.name for field in dataclasses.fields(PBT)]
     if isinstance(given, str):
         wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
         values = read_values(given, param_distributions.CALLS, wrong=wrong)
-        others = {name: x for name, x in values.items() if name not in own}
-        search = {name: x for name, x in others.items() if isinstance(x, ParamDistribution) or not suggestion(name, own)}
-        given = {"search": search, **{name: x for name, x in values.items() if name not in search}}
+        parameters = {name: value for name, value in values.items() if name not in fields}
+        search = {
+            name: value
+            for name, value in parameters.items()
+            if isinstance(value, ParamDistribution) or not suggestion(name, fields)
+        }
+        given = {"search": search, **{name: value for name, value in values.items() if name not in search}}
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={shown(given)}: give msrl.PBT(search=..., members=..., every=...)")
     for name in given:
-        if name not in own:
-            raise ValueError(f"pbt has no field {name!r}{suggestion(str(name), own)}; its fields are {', '.join(own)}")
+        if name not in fields:
+            raise ValueError(f"pbt has no field {name!r}{suggestion(str(name), fields)}; its fields are {', '.join(fields)}")
     return PBT(**{"search": {}, **given})
 
 
-def _distribution(name: str, value: Any) -> ParamDistribution:
+def _check_distribution(name: str, value: object) -> ParamDistribution:
     """Returns a checked distribution, with Python numbers."""
-    what = f"PBT.search[{name!r}]"
-    value = param_distributions.parse_param(what, value) if isinstance(value, str) else value
+    place = f"PBT.search[{name!r}]"
+    value = param_distributions.parse_param(place, value) if isinstance(value, str) else value
     if not isinstance(value, ParamDistribution):
         raise ValueError(
-            f"{what}={shown(value)} is not a distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
+            f"{place}={shown(value)} is not a distribution; use msrl.envs.uniform(low, high), log_uniform(low, high) or "
             "choice([...])"
         )
     if any(isinstance(x, ParamRamp) for x in value.numbers):
-        raise ValueError(f"{what}={value}: a range cannot follow a ramp; use numbers")
-    param_distributions.cast(what, value, _NUMBER)
+        raise ValueError(f"{place}={value}: a range cannot follow a ramp; use numbers")
+    param_distributions.cast(place, value, _NUMBER)
     options = tuple(sorted({float(x) for x in value.numbers})) if value.kind == "choice" else tuple(map(float, value.numbers))
     if options[0] == options[-1]:
-        raise ValueError(f"{what}={value} has only one value; pass it to train as {name}={options[0]:g}")
+        raise ValueError(f"{place}={value} has only one value; pass it to train as {name}={options[0]:g}")
     return ParamDistribution(value.kind, options)
 
 
@@ -215,22 +224,22 @@ def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> ja
     score = jnp.where(ready, score, -jnp.inf)
     tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     lot = jax.vmap(jax.random.bits)(tie)  # break ties at random, so that the same members are not replaced each time
-    behind = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (lot[None] < lot[:, None]))
-    rank = jnp.sum(behind & ready[None], axis=1)  # among the members that are ready; the worst has 0
+    is_worse = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (lot[None] < lot[:, None]))
+    rank = jnp.sum(is_worse & ready[None], axis=1)  # among the members that are ready; the worst has 0
     count = jnp.sum(ready)
     if pbt.exploit == "truncation":
         replaced = jnp.asarray([max(1, int(pbt.fraction * n + 1e-9)) for n in range(pbt.members + 1)])[count]
-        wanted = count - 1 - _below(draws, replaced)
+        rank_to_copy = count - 1 - _draw_below(draws, replaced)
         takes_part = ready & (rank < replaced)
     else:
-        other = _below(draws, count - 1)
-        wanted = other + (other >= rank)
+        other = _draw_below(draws, count - 1)
+        rank_to_copy = other + (other >= rank)
         takes_part = ready
-    found = jnp.argmax(ready[None] & (rank[None] == wanted[:, None]), axis=1)
-    return jnp.where(takes_part & (count > 1) & (score[found] > score), found, order).astype(jnp.int32)
+    candidate = jnp.argmax(ready[None] & (rank[None] == rank_to_copy[:, None]), axis=1)
+    return jnp.where(takes_part & (count > 1) & (score[candidate] > score), candidate, order).astype(jnp.int32)
 
 
-def _below(keys: jax.Array, bound: jax.Array) -> jax.Array:
+def _draw_below(keys: jax.Array, bound: jax.Array) -> jax.Array:
     """Draws a random number below a bound for each key, `[M]`."""
     return jax.vmap(lambda key: jax.random.randint(key, (), 0, jnp.maximum(bound, 1)))(keys)
 
@@ -241,17 +250,19 @@ def explore(pbt: PBT, values: Mapping[str, jax.Array], keys: jax.Array) -> dict[
     def change(distribution: ParamDistribution, value: jax.Array, key: jax.Array) -> jax.Array:
         options = distribution.numbers
         if pbt.explore == "resample":
-            which, draw = jax.random.split(key)
-            new = param_distributions.draw_param(distribution, draw, _NUMBER, ())
-            return jnp.where(jax.random.bernoulli(which, pbt.resample_probability), new, value)
+            redraw_key, value_key = jax.random.split(key)
+            redrawn = param_distributions.draw_param(distribution, value_key, _NUMBER, ())
+            return jnp.where(jax.random.bernoulli(redraw_key, pbt.resample_probability), redrawn, value)
         up = jax.random.bernoulli(key)
         if distribution.kind == "choice":
             nearest = jnp.argmin(jnp.abs(jnp.asarray(options) - value))
             return jnp.asarray(options, jnp.float32)[jnp.clip(nearest + jnp.where(up, 1, -1), 0, len(options) - 1)]
         return jnp.clip(value * jnp.where(up, FACTORS[1], FACTORS[0]), min(options), max(options))
 
-    own = {name: jax.vmap(functools.partial(jax.random.fold_in, data=i))(keys) for i, name in enumerate(sorted(values))}
-    return {name: jax.vmap(functools.partial(change, pbt.search[name]))(x, own[name]) for name, x in values.items()}
+    field_keys = {name: jax.vmap(functools.partial(jax.random.fold_in, data=i))(keys) for i, name in enumerate(sorted(values))}
+    return {
+        name: jax.vmap(functools.partial(change, pbt.search[name]))(value, field_keys[name]) for name, value in values.items()
+    }
 
 
 class Evolving(NamedTuple):
@@ -261,7 +272,7 @@ class Evolving(NamedTuple):
     standing: Standing
 
 
-def acting_part(state: Any) -> Any:
+def acting_part(state: PyTree) -> PyTree:
     """Returns the part of a run's state needed for acting: the whole state of the agent of a member."""
     while isinstance(state, Counted | Evolving):
         state = state.inner
@@ -289,47 +300,50 @@ def evolve(agent: Agent, pbt: PBT, rank_by: str = "return") -> Agent:
 
     def init(keys: jax.Array) -> Evolving:
         zeros = jnp.zeros(pbt.members)
-        own = jax.vmap(lambda key: jax.random.fold_in(key, _MEMBER))(keys)
-        return Evolving(agent.init(keys), Standing(zeros, jnp.copy(zeros), jnp.int32(0), order, own))
+        keys_of_members = jax.vmap(lambda key: jax.random.fold_in(key, _MEMBER))(keys)
+        return Evolving(agent.init(keys), Standing(zeros, jnp.copy(zeros), jnp.int32(0), order, keys_of_members))
 
     @fragment(role="server")
     def decide(standing: Standing, score: Mean, values: Mapping[str, jax.Array]):
         report = {PARENT: standing.parent.astype(jnp.float32)} | {f"pbt/{name}": value for name, value in values.items()}
-        now = standing._replace(
+        updated = standing._replace(
             score_sum=standing.score_sum + score.total, num_scores=standing.num_scores + score.count, since=standing.since + 1
         )
-        due = now.since >= pbt.every
+        is_due = updated.since >= pbt.every
 
-        def select(now: Standing, values: Mapping[str, jax.Array]):
-            mean = now.score_sum / jnp.maximum(now.num_scores, 1)
-            ready = (now.num_scores >= pbt.min_episodes) & jnp.isfinite(mean)
-            keys = jax.vmap(lambda key: jax.random.split(key, 3))(now.key)
+        def select(updated: Standing, values: Mapping[str, jax.Array]):
+            mean = updated.score_sum / jnp.maximum(updated.num_scores, 1)
+            ready = (updated.num_scores >= pbt.min_episodes) & jnp.isfinite(mean)
+            keys = jax.vmap(lambda key: jax.random.split(key, 3))(updated.key)
             parent = exploit(pbt, mean, ready, keys[:, 0])
             copied = {name: x[parent] for name, x in values.items()}
             explored = explore(pbt, copied, keys[:, 1])
             values = {name: jnp.where(parent == order, x, explored[name]) for name, x in values.items()}
-            over = ready | ~jnp.isfinite(mean)  # otherwise one nan would exclude a member forever
-            score_sum, num_scores = (jnp.where(over, 0, x) for x in (now.score_sum, now.num_scores))
-            return Standing(score_sum, num_scores, jnp.zeros_like(now.since), parent, keys[:, 2]), values
+            is_compared = ready | ~jnp.isfinite(mean)  # otherwise one nan would exclude a member forever
+            score_sum, num_scores = (jnp.where(is_compared, 0, x) for x in (updated.score_sum, updated.num_scores))
+            return Standing(score_sum, num_scores, jnp.zeros_like(updated.since), parent, keys[:, 2]), values
 
-        now, values = jax.lax.cond(due, select, lambda now, values: (now, dict(values)), now, dict(values))
-        return now, values, due, report
+        updated, values = jax.lax.cond(is_due, select, lambda now, values: (now, dict(values)), updated, dict(values))
+        return updated, values, is_due, report
 
-    def copied(x: Any, parent: jax.Array, due: jax.Array) -> Any:
+    def copied(x: Any, parent: jax.Array, is_due: jax.Array) -> Any:
         with jax.named_scope("exploit"):
-            return jax.lax.cond(due, lambda x: jax.tree.map(lambda leaf: leaf[parent], x), lambda x: x, x)
+            return jax.lax.cond(is_due, lambda x: jax.tree.map(lambda leaf: leaf[parent], x), lambda x: x, x)
 
     copy_statistics = fragment(role="env", name="copy_statistics")(copied)
 
     def iteration(state: Evolving, progress: Progress) -> tuple[Evolving, Metrics]:
-        after, metrics = agent.iteration(state.inner, progress)
-        now, values, due, report = decide(state.standing, _score(agent, metrics, rank_by), state.inner.numbers)
-        own = innermost(after)
-        after = with_learned(after, {at: copied(x, now.parent, due) for at, x in learned(agent, after).items()})
-        if own.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(own.env_state)):
-            env_state = agent.env.with_statistics(own.env_state, copy_statistics(statistics, now.parent, due))
-            after = with_innermost(after, innermost(after)._replace(env_state=env_state))
-        return Evolving(after._replace(numbers=values), now), {**metrics, **report}
+        next_members, metrics = agent.iteration(state.inner, progress)
+        standing, values, is_due, report = decide(state.standing, _score(agent, metrics, rank_by), state.inner.numbers)
+        inner = innermost(next_members)
+        next_members = with_learned_fields(
+            next_members,
+            {field: copied(x, standing.parent, is_due) for field, x in learned_fields(agent, next_members).items()},
+        )
+        if inner.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(inner.env_state)):
+            env_state = agent.env.with_statistics(inner.env_state, copy_statistics(statistics, standing.parent, is_due))
+            next_members = with_innermost(next_members, innermost(next_members)._replace(env_state=env_state))
+        return Evolving(next_members._replace(numbers=values), standing), {**metrics, **report}
 
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes)
 

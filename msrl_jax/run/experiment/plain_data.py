@@ -22,7 +22,7 @@ class RunFolderError(ValueError):
     """A folder holds no run, a damaged one, a different one than expected, or one that another process writes to."""
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """Converts a value to plain JSON data: arrays to lists, nan and infinities to null, data sets to descriptions."""
     if isinstance(value, Dataset):
         value = value.describe()
@@ -52,13 +52,17 @@ def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the facts that determine what is computed, except the length and the data set, by argument of `train`."""
     fields = about["config"] | (about["settings"] or {})
     names = ("env", "env_object", "seed", "seeds", "env_params", "pbt", "rank_by")
-    return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+    return (
+        {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: value for n, value in fields.items() if n != "data"}
+    )
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """Returns the first fact in which the contents of two `config.json` differ, with both values."""
     is_known = all(about["env_spec"] or about["env_object"] for about in (mine, theirs))  # whether the environment is known
-    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items() if is_known or name != "env_object")
+    pairs = (
+        (name, value, _facts(theirs).get(name)) for name, value in _facts(mine).items() if is_known or name != "env_object"
+    )
     return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
@@ -67,10 +71,10 @@ def fingerprint(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(to_json([_facts(about), about["rollbacks"]]), sort_keys=True).encode()).hexdigest()
 
 
-def each_member(seed: int, seeds: int, settings: Mapping[str, Sequence[Any]], *, evolve: bool) -> list[dict[str, Any]]:
+def each_member(seed: int, seeds: int, settings: Mapping[str, Sequence[float]], *, evolve: bool) -> list[dict[str, Any]]:
     """Returns the seed of every member and its values of the fields in which members differ. In a population that evolves,
     these are the initial values, and each member has a different seed."""
-    each = [dict(zip(settings, x, strict=True)) for x in zip(*settings.values(), strict=True)] or [{}]
+    settings_of_members = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
     if evolve:
-        return [{"seed": seed + i} | setting for i, setting in enumerate(each)]
-    return [{"seed": seed + i} | setting for setting in each for i in range(seeds)]
+        return [{"seed": seed + i} | setting for i, setting in enumerate(settings_of_members)]
+    return [{"seed": seed + i} | setting for setting in settings_of_members for i in range(seeds)]

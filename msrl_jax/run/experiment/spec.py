@@ -19,7 +19,7 @@ from msrl_jax.configs.names import tunable_fields
 from msrl_jax.data.check_spaces import agents_of, check_rows_fit
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import check_made, env_name, is_on_host
+from msrl_jax.envs.base import PyTree, check_made, env_name, is_on_host
 from msrl_jax.envs.episode_metrics import metrics_of
 from msrl_jax.envs.param_distributions import ramps
 from msrl_jax.envs.param_sources import find_source, source_of
@@ -35,9 +35,11 @@ from msrl_jax.registry import code_names, files, resolve
 from msrl_jax.registry.lookup import check_env
 from msrl_jax.run.evaluation.evaluate import Behavior
 from msrl_jax.run.evaluation.history import in_words
-from msrl_jax.run.experiment.agent_transforms import block_size, members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.run.experiment.check_metrics import check_metrics
+from msrl_jax.run.experiment.members import block_size, members, with_numbers
 from msrl_jax.run.experiment.pbt import PBT, evolve, read_pbt
 from msrl_jax.run.experiment.plain_data import MOST_SEEDS, RunFolderError, difference, each_member, plain_fields
+from msrl_jax.run.experiment.skip_nonfinite import skip_nonfinite
 from msrl_jax.run.experiment.trust import algorithm_of, code_of_run
 
 GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]  # how a run handles non-finite values
@@ -83,17 +85,17 @@ class Experiment:
         if self.pbt is not None and not isinstance(self.pbt, PBT):
             raise TypeError(f"Experiment.pbt={shown(self.pbt)}: give a PBT")
         if self.guard not in get_args(GuardPolicy):
-            known = get_args(GuardPolicy)
-            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, known)}; use one of {', '.join(known)}")
-        rate, optimizer = (getattr(self.algorithm, *x) for x in (("learning_rate", 0.0), ("optimizer", "adam")))
+            options = get_args(GuardPolicy)
+            raise ValueError(f"guard={self.guard!r}{suggestion(self.guard, options)}; use one of {', '.join(options)}")
+        rate, optimizer = getattr(self.algorithm, "learning_rate", 0.0), getattr(self.algorithm, "optimizer", "adam")
         if self.guard == "rollback" and (is_deferred(rate) or resolve.is_custom_optimizer(optimizer)):
             raise ValueError(
                 'guard="rollback" halves a learning rate that is a number, but this run has a schedule or an optimizer of its '
                 'own; give a number, or use guard="halt" or "skip"'
             )
-        if unknown := [name for name in self.settings if name not in tunable_fields(self.algorithm)]:
-            kind, known = type(self.algorithm).__name__, ", ".join(tunable_fields(self.algorithm))
-            raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind} can differ in {known}")
+        if unknown_fields := [name for name in self.settings if name not in tunable_fields(self.algorithm)]:
+            kind, options = type(self.algorithm).__name__, ", ".join(tunable_fields(self.algorithm))
+            raise ValueError(f"Experiment.settings has {unknown_fields[0]!r}; members of {kind} can differ in {options}")
         object.__setattr__(self, "env_params", self.env_params or None)
         object.__setattr__(self, "seeds", whole("seeds", self.seeds, most=MOST_SEEDS))
         object.__setattr__(self, "total_steps", whole("total_steps", self.total_steps))
@@ -166,14 +168,14 @@ class Experiment:
         """The environment, including the distributions of its parameters."""
         env = envs.make(self.env) if isinstance(self.env, str) else self.env
         check_env(self.algorithm, env)
-        if self.rank_by not in (known := ["return", *metrics_of(env)]):
-            near = suggestion(self.rank_by, known) if isinstance(self.rank_by, str) else ""
-            raise ValueError(f"rank_by={self.rank_by!r}{near}: use what {env_name(env)} reports: {', '.join(known)}")
+        if self.rank_by not in (scores := ["return", *metrics_of(env)]):
+            hint = suggestion(self.rank_by, scores) if isinstance(self.rank_by, str) else ""
+            raise ValueError(f"rank_by={self.rank_by!r}{hint}: use what {env_name(env)} reports: {', '.join(scores)}")
         if self.has_members and is_on_host(env):
-            fields = ", ".join(f"{name}={list(x)}" for name, x in self.settings.items())
-            given = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields
+            fields = ", ".join(f"{name}={list(values)}" for name, values in self.settings.items())
+            cause = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields
             raise ValueError(
-                f"{given}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
+                f"{cause}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
             )
         return randomized(env, self.env_params)
 
@@ -190,12 +192,12 @@ class Experiment:
     @functools.cached_property
     def dataset(self) -> data.Dataset | None:
         """The data set of the run, if it has one."""
-        given = getattr(self.algorithm, "data", None)
-        return None if given is None else data.load(given)
+        source = getattr(self.algorithm, "data", None)
+        return None if source is None else data.load(source)
 
-    def _of_one(self, env: Any, *, skips: bool) -> Agent:
+    def _member_agent(self, env: Environment, *, skips: bool) -> Agent:
         def build(config: Any) -> Agent:
-            agent = numbers_only(resolve.build(config, env), self.name)
+            agent = check_metrics(resolve.build(config, env), self.name)
             return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
@@ -204,7 +206,7 @@ class Experiment:
     @functools.cached_property
     def behavior(self) -> Behavior:
         """The behavior of one member, with its agent."""
-        return Behavior(self._of_one(self.environment, skips=False), self.environment)
+        return Behavior(self._member_agent(self.environment, skips=False), self.environment)
 
     @functools.cached_property
     def agent(self) -> Agent:
@@ -212,11 +214,11 @@ class Experiment:
         return self._in_blocks(None)
 
     def _in_blocks(self, block: int | None) -> Agent:
-        steps, one = self.recorded_steps, self.behavior.agent
+        steps, member_agent = self.recorded_steps, self.behavior.agent
         if steps is not None or self.guard == "skip":
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
-            one = self._of_one(env, skips=self.guard == "skip")
-        agent = members(one, self.numbers, block) if self.has_members else one
+            member_agent = self._member_agent(env, skips=self.guard == "skip")
+        agent = members(member_agent, self.numbers, block) if self.has_members else member_agent
         agent = agent if self.pbt is None else evolve(agent, self.pbt, self.rank_by)
         return counted(agent, self.iterations or None)
 
@@ -233,7 +235,7 @@ class Experiment:
     @property
     def parameters(self) -> dict[str, int]:
         """The number of trained parameters of one member, by part of the networks: the names at which the parameters branch."""
-        params: Any = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
+        params: PyTree = jax.eval_shape(self.behavior.agent.init, jax.random.key(0))
         params = innermost(params).params
         while isinstance(params, Mapping) and len(params) == 1:
             (params,) = params.values()
@@ -243,7 +245,7 @@ class Experiment:
     def check_length(self, chunk: int | None = None) -> None:
         """Raises ValueError if the run has no whole iteration, learns nothing, or has a population that never evolves, or
         evolves within a chunk."""
-        each, iterations = self.steps_per_iteration, self.iterations
+        per_iteration, iterations = self.steps_per_iteration, self.iterations
         if chunk is not None and self.pbt is not None and self.pbt.every % chunk:
             raise ValueError(
                 f"chunk={chunk} does not divide PBT.every={self.pbt.every}, so a row of the history would mix hyperparameters "
@@ -251,21 +253,21 @@ class Experiment:
             )
         if not iterations:
             raise ValueError(
-                f"total_steps={self.total_steps} is less than the {each} steps of one iteration; use at least {each}, or fewer "
-                "environments or shorter unrolls"
+                f"total_steps={self.total_steps} is less than the {per_iteration} steps of one iteration; use at least "
+                f"{per_iteration}, or fewer environments or shorter unrolls"
             )
-        check_learns(self.behavior.agent, iterations * each)
+        check_learns(self.behavior.agent, iterations * per_iteration)
         if self.pbt is not None and iterations < self.pbt.every:
             raise ValueError(
                 f"PBT.every={self.pbt.every}: the run has only {iterations} iterations, so the population would never evolve; "
-                f"use a smaller every, or a larger total_steps (an iteration has {each})"
+                f"use a smaller every, or a larger total_steps (an iteration has {per_iteration})"
             )
 
-    def initial_state(self) -> Any:
+    def initial_state(self) -> PyTree:
         """Makes the initial state of the run."""
         return self.agent.with_data(jax.jit(self.agent.init)(self.key))
 
-    def start(self, program: Program) -> Any:
+    def start(self, program: Program) -> PyTree:
         """Makes the initial state of the run, placed for a program."""
         agent = self.agent
         return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)
@@ -273,8 +275,8 @@ class Experiment:
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
         agent, state = self.agent, jax.eval_shape(self.initial_state)
-        drawn = source_of(self.environment)
-        if drawn and ramps(drawn.values) and agent.unit == "environment steps" and not find_source(state):
+        sampler = source_of(self.environment)
+        if sampler and ramps(sampler.values) and agent.unit == "environment steps" and not find_source(state):
             raise ValueError(
                 f"env_params has a ramp, and {self.name} keeps no environments between iterations, so the ramp would stay at "
                 "its start; use numbers and distributions"
@@ -296,15 +298,15 @@ class Experiment:
 
     def replaced(self, **changes: Any) -> "Experiment":
         """Returns the run with changed fields, on the same environment and data, which are not rebuilt."""
-        new = dataclasses.replace(self, **changes)
-        vars(new).update({name: vars(self)[name] for name in ("environment", "dataset", "_data") if name in vars(self)})
-        return new
+        experiment = dataclasses.replace(self, **changes)
+        vars(experiment).update({name: vars(self)[name] for name in ("environment", "dataset", "_data") if name in vars(self)})
+        return experiment
 
     def to_json(self) -> dict[str, Any]:
         """Returns the experiment as plain data: the part of `config.json` that determines what is computed."""
-        return self._plain() | {"data": self._data}
+        return self._plain_data() | {"data": self._data}
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain_data(self) -> dict[str, Any]:
         kind, env = type(self.algorithm), repr(self.env.env if isinstance(self.env, RandomizeParams) else self.env)
         return {
             "algorithm": self.name,
@@ -328,7 +330,9 @@ class Experiment:
         """The fields that a run folder may not be able to store, by argument of `Result.load`."""
         fields = {f.name: getattr(self.algorithm, f.name) for f in dataclasses.fields(self.algorithm)}
         code = code_names.code_of(fields)
-        return {"env": self.env, "env_params": self.env_params} | {n: x for n, x in fields.items() if is_object(x) or n in code}
+        return {"env": self.env, "env_params": self.env_params} | {
+            n: value for n, value in fields.items() if is_object(value) or n in code
+        }
 
     @functools.cached_property
     def _data(self) -> dict[str, Any] | None:
@@ -338,13 +342,13 @@ class Experiment:
         path = self.algorithm.data
         if isinstance(path, data.Dataset):
             return {"path": None, "sha256": self.dataset.fingerprint()}
-        known = os.path.exists(path)  # otherwise, the id of a data set in the library of its format
-        return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
+        is_file = os.path.exists(path)  # otherwise, the id of a data set in the library of its format
+        return {"path": os.path.abspath(path) if is_file else os.fspath(path), "sha256": self.dataset.fingerprint()}
 
     @classmethod
     def from_json(
         cls,
-        given: Mapping[str, Any],
+        content: Mapping[str, Any],
         *,
         env: Environment | str | None = None,  # if it was an object or custom code
         env_params: GivenParams | None = None,  # if it was a function or a `Curriculum`
@@ -357,42 +361,42 @@ class Experiment:
 
         Raises RunFolderError if a part must be passed, or this version cannot read it; TrustError if it names code to run.
         """
-        objects = {name: x for name, x in objects.items() if x is not None}
+        objects = {name: value for name, value in objects.items() if value is not None}
         try:
-            own = {"env", *objects} if env is not None else {*objects}
-            check_trust(where, {name: text for name, text in code_of_run(given).items() if name not in own}, trust)
-            named: Any = given["env_spec"] if env is None else env
-            if named is None:
-                raise RunFolderError(f"{where} has an environment object ({given['env']}); pass it again: env=...")
-            if env is None and not isinstance(named, str):
-                raise TypeError(f"env_spec is {named!r}, which is not text")
-            was = given["env_params"]
-            if isinstance(was, str) and env_params is None:
-                raise RunFolderError(f"{where} draws its env_params with a {was}; pass it again: env_params=...")
-            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
-            if unknown := objects.keys() - fields:
-                name = min(unknown)
+            passed_names = {"env", *objects} if env is not None else {*objects}
+            check_trust(where, {name: text for name, text in code_of_run(content).items() if name not in passed_names}, trust)
+            env_value: Any = content["env_spec"] if env is None else env
+            if env_value is None:
+                raise RunFolderError(f"{where} has an environment object ({content['env']}); pass it again: env=...")
+            if env is None and not isinstance(env_value, str):
+                raise TypeError(f"env_spec is {env_value!r}, which is not text")
+            params = content["env_params"]
+            if isinstance(params, str) and env_params is None:
+                raise RunFolderError(f"{where} draws its env_params with a {params}; pass it again: env_params=...")
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in content["config"].items()}
+            if unknown_names := objects.keys() - fields:
+                name = min(unknown_names)
                 raise RunFolderError(f"{where} has no {name}{suggestion(name, fields)}; give what was an object in its config")
             fields |= objects
-            for name, held in fields.items():
-                if isinstance(held, Mapping) and held.keys() == {"object"}:
+            for name, value in fields.items():
+                if isinstance(value, Mapping) and value.keys() == {"object"}:
                     article = "an" if name[0] in "aeiou" else "a"
-                    raise RunFolderError(f"{where} has {article} {name} object ({held['object']}); pass it again: {name}=...")
+                    raise RunFolderError(f"{where} has {article} {name} object ({value['object']}); pass it again: {name}=...")
             if data is not None:
                 fields["data"] = data
             elif fields.get("data") is not None:  # check the rest of the config without a data set
-                fields = {name: x for name, x in fields.items() if name not in ("data", "data_fraction")}
+                fields = {name: value for name, value in fields.items() if name not in ("data", "data_fraction")}
             return cls(
-                algorithm=algorithms.get(algorithm_of(given))(**fields),
-                env=named,
-                seed=given["seed"],
-                seeds=given["seeds"],
-                total_steps=given["total_steps"],
-                env_params=was if env_params is None else env_params,
-                settings={name: tuple(map(float, values)) for name, values in (given["settings"] or {}).items()},
-                pbt=None if given["pbt"] is None else read_pbt(given["pbt"]),
-                rank_by=given["rank_by"],
-                guard=given["guard"],
+                algorithm=algorithms.get(algorithm_of(content))(**fields),
+                env=env_value,
+                seed=content["seed"],
+                seeds=content["seeds"],
+                total_steps=content["total_steps"],
+                env_params=params if env_params is None else env_params,
+                settings={name: tuple(map(float, values)) for name, values in (content["settings"] or {}).items()},
+                pbt=None if content["pbt"] is None else read_pbt(content["pbt"]),
+                rank_by=content["rank_by"],
+                guard=content["guard"],
             )
         except (RunFolderError, TrustError):
             raise
@@ -404,7 +408,7 @@ class Experiment:
 
         Ignores lengths, because a run may be extended, and also guards and data sets.
         """
-        return difference(self._plain(), other._plain())
+        return difference(self._plain_data(), other._plain_data())
 
     def about(self) -> dict[str, Any]:
         """Returns a description of the run for its data sets."""

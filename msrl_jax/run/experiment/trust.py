@@ -18,13 +18,13 @@ KINDS: Mapping[str, Callable[[str], bool]] = {
 
 def code_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the options of a command that name files or modules, with the names; options not in `KINDS` are config fields."""
-    found = {}
+    names = {}
     for name, value in options.items():
         for text in code_names.texts(value) if name in KINDS else ():
             with contextlib.suppress(ValueError):  # such text cannot be parsed later either
                 if KINDS[name](text):
-                    found.setdefault(name, text)
-    return found | code_names.code_of({name: x for name, x in options.items() if name not in KINDS})
+                    names.setdefault(name, text)
+    return names | code_names.code_of({name: value for name, value in options.items() if name not in KINDS})
 
 
 def algorithm_of(about: Mapping[str, Any]) -> str:
@@ -34,5 +34,5 @@ def algorithm_of(about: Mapping[str, Any]) -> str:
 
 def code_of_run(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns the code that the plain data of an experiment name, by argument of `train`, except the policy."""
-    found = code_of({"env": about["env_spec"], "algo": algorithm_of(about)})
-    return found | code_names.code_of(about["config"]) | code_names.code_of(about["settings"] or {})
+    code = code_of({"env": about["env_spec"], "algo": algorithm_of(about)})
+    return code | code_names.code_of(about["config"]) | code_names.code_of(about["settings"] or {})

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.param_sources import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSampler
 from msrl_jax.fragments.runtime.transfer import put
@@ -59,7 +60,7 @@ class Tick:
     set_env_params: Callable[[Any], None] = dataclasses.field(default=_no_run, repr=False)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The state of the algorithm. The next chunk reuses its buffers, so copy what you keep (`jax.device_get`)."""
         return self.get_state()
 
@@ -76,20 +77,20 @@ class Callbacks:
 
     def after(self, run: Run) -> StopReason | None:
         """Calls all functions; ends the run if one of them, in any process, returned True."""
-        each = run.experiment.steps_per_iteration
+        steps_per_iteration = run.experiment.steps_per_iteration
         tick = Tick(
             run.step,
             run.iteration,
-            run.iterations * each,
+            run.iterations * steps_per_iteration,
             _read_only(run.rows[-1]),
             lambda: processes.to_hosts(run.state()),
             run.experiment.behavior.agent.unit,
-            run.resumed_from * each,
+            run.resumed_from * steps_per_iteration,
             lambda values: self._set_env_params(run, values),
         )
         with processes.together("a callback"):
             try:
-                stops = [_answer(function, tick) for function in self._functions]
+                stops = [_call_function(function, tick) for function in self._functions]
                 answer = "stop" if any(stops) else ""
             except KeyboardInterrupt:  # end the run as Ctrl-C does
                 answer = "SIGINT"
@@ -100,11 +101,11 @@ class Callbacks:
         return StopReason("stopped") if any(answers) else None
 
     def _set_env_params(self, run: Run, values: Any) -> None:
-        new = changed(run.experiment.environment, values)
+        changed_values = changed(run.experiment.environment, values)
         if not find_source(run.run_state):
-            what = f"{run.experiment.name} keeps no environments between iterations"
-            raise ValueError(f"{what}, so no parameters can be set during its run")
-        self._values = {**(self._values or {}), **new} if isinstance(new, Mapping) else new
+            fact = f"{run.experiment.name} keeps no environments between iterations"
+            raise ValueError(f"{fact}, so no parameters can be set during its run")
+        self._values = {**(self._values or {}), **changed_values} if isinstance(changed_values, Mapping) else changed_values
 
     def _apply_env_params(self, run: Run) -> None:
         values, self._values = self._values, None
@@ -120,8 +121,8 @@ class Callbacks:
             return put([np.broadcast_to(new, old.shape)], [(old.sharding,)], copy=True)[0][0]  # type: ignore[list-item]
 
         def replaced(source: ParamSampler) -> ParamSampler:
-            new = source.values | values if isinstance(values, Mapping) else values
-            return source._replace(values=jax.tree.map(placed, source.values, new))
+            new_values = source.values | values if isinstance(values, Mapping) else values
+            return source._replace(values=jax.tree.map(placed, source.values, new_values))
 
         run.run_state = replace_sources(run.run_state, replaced)
         if run.finding is None:
@@ -136,11 +137,11 @@ def _read_only(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **views}
 
 
-def _answer(function: Callback, tick: Tick) -> bool:
+def _call_function(function: Callback, tick: Tick) -> bool:
     """Returns whether a function stops the run, by a Python, NumPy or JAX True; raises ValueError if it took its state."""
-    given = []
-    answer: Any = function(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1]))
-    for path, leaf in jax.tree.leaves_with_path(given[-1:]):
+    states = []
+    answer: Any = function(dataclasses.replace(tick, get_state=lambda: states.append(tick.get_state()) or states[-1]))
+    for path, leaf in jax.tree.leaves_with_path(states[-1:]):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             name = getattr(function, "__qualname__", type(function).__qualname__)
             raise ValueError(
@@ -150,7 +151,7 @@ def _answer(function: Callback, tick: Tick) -> bool:
     return is_true(answer)
 
 
-def _check_takes_tick(where: str, callback: Any) -> None:
+def _check_takes_tick(where: str, callback: Callable[..., object]) -> None:
     """Raises TypeError if a function cannot be called with one argument; a builtin may have no signature."""
     try:
         inspect.signature(callback).bind(None)
@@ -163,8 +164,8 @@ def _check_takes_tick(where: str, callback: Any) -> None:
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     """Returns the callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
-        given = f"[{name_of(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
-        raise TypeError(f"callbacks={shown(callbacks)} is not a sequence; write callbacks={given}")
+        example = f"[{name_of(callbacks)}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
+        raise TypeError(f"callbacks={shown(callbacks)} is not a sequence; write callbacks={example}")
     callbacks = tuple(callbacks)
     for i, callback in enumerate(callbacks):
         if isinstance(callback, type) or (not callable(callback) and not is_hook(callback)):
@@ -174,12 +175,12 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
             raise TypeError(f"callbacks[{i}]={shown(callback)} would not run when it is called; use a plain function")
         if not is_hook(callback):
             _check_takes_tick(f"callbacks[{i}]={shown(callback)}", callback)
-        if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
-            whole(f"callbacks[{i}].every", every)
+        if is_hook(callback) and (interval := getattr(callback, "every", None)) is not None:
+            whole(f"callbacks[{i}].every", interval)
     return callbacks
 
 
-def is_hook(callback: Any) -> bool:
+def is_hook(callback: object) -> bool:
     """Returns whether a callback is a hook, not a function of a `Tick`."""
     return any(hasattr(callback, phase) for phase in ("begin", "before", "after", "end"))
 
@@ -266,7 +267,7 @@ def choose_display(progress: ProgressDisplay) -> Display:
         shell = ipython.get_ipython() if ipython else None
         is_notebook = shell is not None and "IPKernelApp" in shell.config
         progress = "notebook" if is_notebook else "bar" if TolerantStream(sys.stderr).isatty() else "lines"
-    displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
+    displays = {"bar": _show_bar, "lines": _show_lines, "notebook": _show_in_notebook}
     if progress not in displays:
         raise ValueError(f"progress={shown(progress)}: choose one of {['auto', *displays]}, or False")
     return displays[progress]
@@ -275,24 +276,26 @@ def choose_display(progress: ProgressDisplay) -> Display:
 def _facts(tick: Tick, members: int = 1) -> str:
     """Formats the most important metrics as text, averaged over the members."""
     rate, unit = tick.metrics["steps_per_second"] / members, tick.unit.removeprefix("environment ")
-    facts = [f"{rate:,.0f} {unit}/s{_each(members)}"]
-    known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
+    facts = [f"{rate:,.0f} {unit}/s{_per_member(members)}"]
+    values = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
     for name, word in _SHOWN.items():
-        teams = [f"{team} {significant(x)}" for column, x in known.items() if (team := team_of(column, name))]
-        if name in known:
-            facts.append(f"{word} {significant(known[name])}" + f" ({', '.join(teams)})" * bool(teams))
-    measured = [name for name in known if name.startswith("episode_") and name.partition("/")[0] not in _USUAL]
-    facts += [f"{name.removeprefix('episode_').replace('_', ' ')} {significant(known[name])}" for name in measured[:MOST_SHOWN]]
+        teams = [f"{team} {significant(value)}" for column, value in values.items() if (team := team_of(column, name))]
+        if name in values:
+            facts.append(f"{word} {significant(values[name])}" + f" ({', '.join(teams)})" * bool(teams))
+    env_metrics = [name for name in values if name.startswith("episode_") and name.partition("/")[0] not in _USUAL]
+    facts += [
+        f"{name.removeprefix('episode_').replace('_', ' ')} {significant(values[name])}" for name in env_metrics[:MOST_SHOWN]
+    ]
     return "  ".join(facts)
 
 
-def _each(members: int) -> str:
+def _per_member(members: int) -> str:
     return " per member" * (members > 1)
 
 
 def _line(tick: Tick, total_steps: int, unit: str, members: int) -> str:
-    done = f"{tick.step:,}/{total_steps:,} {unit}{_each(members)} ({tick.step / total_steps:.0%})"
-    return f"{done}  {_facts(tick, members)}"
+    progress = f"{tick.step:,}/{total_steps:,} {unit}{_per_member(members)} ({tick.step / total_steps:.0%})"
+    return f"{progress}  {_facts(tick, members)}"
 
 
 def _is_evaluated(tick: Tick) -> bool:
@@ -301,7 +304,7 @@ def _is_evaluated(tick: Tick) -> bool:
 
 
 @contextlib.contextmanager
-def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -311,9 +314,9 @@ def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) ->
 
     console = Console(file=progress_stream())  # type: ignore[arg-type]
     narrow = console.width < 100
-    each = _each(members)
-    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}{each}", table_column=Column(no_wrap=True))
-    widest = 30 - len(each) * narrow
+    per_member = _per_member(members)
+    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}{per_member}", table_column=Column(no_wrap=True))
+    widest = 30 - len(per_member) * narrow
     name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=widest))
     elapsed = () if narrow else (TimeElapsedColumn(),)
     bar = Bar(
@@ -342,29 +345,29 @@ def _bar(title: str, total_steps: int, unit: str = "steps", members: int = 1) ->
 
 
 @contextlib.contextmanager
-def _lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_lines(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     stream = progress_stream()
     print(f"{title}: compiling", file=stream, flush=True)
-    last = -np.inf
+    last_time = -np.inf
 
     def show(tick: Tick) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= 1 or tick.step >= total_steps or _is_evaluated(tick):
-            last = now
+        nonlocal last_time
+        current_time = time.monotonic()
+        if current_time - last_time >= 1 or tick.step >= total_steps or _is_evaluated(tick):
+            last_time = current_time
             print(f"{title}: {_line(tick, total_steps, unit, members)}", file=stream, flush=True)
 
     yield show
 
 
 @contextlib.contextmanager
-def _notebook(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
+def _show_in_notebook(title: str, total_steps: int, unit: str = "steps", members: int = 1) -> Iterator[Show]:
     from IPython.display import HTML, display
 
     def page(step: int, facts: str) -> HTML:
         return HTML(
             f"<div><b>{html.escape(title)}</b> <progress max='{total_steps}' value='{step}'></progress> "
-            f"{step:,}/{total_steps:,} {html.escape(unit)}{_each(members)} &nbsp; {html.escape(facts)}</div>"
+            f"{step:,}/{total_steps:,} {html.escape(unit)}{_per_member(members)} &nbsp; {html.escape(facts)}</div>"
         )
 
     handle = display(page(0, "compiling"), display_id=True)

@@ -9,8 +9,10 @@ import jax
 
 from msrl_jax._rooms import Registry
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
+from msrl_jax.run.loop.loop import Hook
 
 
 class Execution(Protocol):
@@ -36,7 +38,7 @@ class Execution(Protocol):
         devices: Sequence[Device] | None,
         folder: Path | None,
         requests: StopRequests,
-        say: Callable[[str], Any],
+        say: Callable[[str], object],
     ) -> contextlib.AbstractContextManager[Any]:
         """Returns a context manager whose value is the program of the run: a `Program`, or an object with the same interface.
 
@@ -54,7 +56,7 @@ class Execution(Protocol):
         """
         ...
 
-    def hooks(self, hooks: list[Any]) -> list[Any]:
+    def hooks(self, hooks: list[Hook]) -> list[Hook]:
         """Returns all hooks of the run in their order: these hooks, and those that the execution adds."""
         ...
 
@@ -81,12 +83,12 @@ class InProcess:
         devices: Sequence[Device] | None,
         folder: Path | None,
         requests: StopRequests,
-        say: Callable[[str], Any],
-    ) -> Iterator[Any]:
+        say: Callable[[str], object],
+    ) -> Iterator[Program]:
         """Yields the compiled program of an iteration."""
         yield experiment.compile(policy, devices)
 
-    def hooks(self, hooks: list[Any]) -> list[Any]:
+    def hooks(self, hooks: list[Hook]) -> list[Hook]:
         """Adds no hooks."""
         return hooks
 

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._rooms import Registry
-from msrl_jax.envs.base import close_simulators
+from msrl_jax.envs.base import PyTree, close_simulators
 from msrl_jax.fragments.runtime.memory import array_bytes
+from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.run.disk import checkpoint, folder, store
 from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
-from msrl_jax.run.experiment.agent_transforms import Member, fold_keys
+from msrl_jax.run.experiment.members import Member
 from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import Checkpoints
 from msrl_jax.run.loop.loop import Run, StopReason
@@ -47,12 +48,12 @@ class Finding:
 
     def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
         """Describes the finding for an error message; `settings` are those of the members of the run."""
-        what = repr(self.metric) if self.metric else f"state{self.leaf}"
-        who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
+        value_name = repr(self.metric) if self.metric else f"state{self.leaf}"
+        of_member = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
         if self.failure is None:
-            return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
+            return f"{value_name}{of_member} is not finite in iteration {self.iteration}. {self.note}"
         replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
-        return f"{self.failure}. So {what}{who} is not finite{replay}"
+        return f"{self.failure}. So {value_name}{of_member} is not finite{replay}"
 
 
 class DivergedError(FloatingPointError):
@@ -92,7 +93,7 @@ class Guard:
         self.can_read = jax.process_count() == 1
         self._small = self.can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
         self._first_bad = self.watch.bad(state)
-        self._kept: tuple[Any, int] | None = None
+        self._kept: tuple[PyTree, int] | None = None
         self._kept_at, self._begin = time.monotonic(), run.iteration
         self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
 
@@ -108,9 +109,9 @@ class Guard:
     def _check(self, run: Run) -> Finding | None:
         if self._first_bad:
             return Finding(None, self._first_bad[0], self._begin + 1, None)
-        if found := first_non_finite(run.metrics):
-            metric, within, member = found
-            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + within + 1, member)
+        if non_finite := first_non_finite(run.metrics):
+            metric, offset, member = non_finite
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(run.metrics)[0]) + offset + 1, member)
         bad = self.watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
@@ -123,8 +124,8 @@ class Guard:
             if not rows.any():
                 self._keep(run)
             return None
-        first = run.iteration - int(self._streak[worst]) + 1
-        return Finding(SKIPPED, None, first, worst if run.experiment.has_members else None)
+        first_iteration = run.iteration - int(self._streak[worst]) + 1
+        return Finding(SKIPPED, None, first_iteration, worst if run.experiment.has_members else None)
 
     def _keep(self, run: Run) -> None:
         """Copies the state if the last copy is old."""
@@ -139,17 +140,17 @@ class Guard:
         self._kept, self._kept_at = None, -math.inf
         self._keep(run)
 
-    def earlier(self, run: Run) -> tuple[Any, int, int]:
+    def earlier(self, run: Run) -> tuple[PyTree, int, int]:
         """Returns the last good state, its iteration, and the number of rollbacks before it: the copy, a newer finite
         checkpoint, or the initial state."""
-        for saved in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
-            if self._kept is not None and saved.iteration <= self._kept[1]:
+        for saved_checkpoint in [] if run.path is None else checkpoint.complete_checkpoints(run.path):
+            if self._kept is not None and saved_checkpoint.iteration <= self._kept[1]:
                 break
             with contextlib.suppress(checkpoint.CheckpointError):
-                checkpoint.verify(saved)
-                state = store.restore_state(saved, run.experiment, run.program)
+                checkpoint.verify(saved_checkpoint)
+                state = store.restore_state(saved_checkpoint, run.experiment, run.program)
                 if self.watch.is_whole(run.program.unwrap(state)):  # a replay buffer may hold a nan that no update has used
-                    return state, saved.iteration, saved.progress["rollbacks"]
+                    return state, saved_checkpoint.iteration, saved_checkpoint.progress["rollbacks"]
         if self._kept is not None:  # a copy since the last rollback
             return *self._kept, len(run.deployment["rollbacks"])
         return run.experiment.start(run.program), 0, 0
@@ -159,8 +160,8 @@ class Guard:
         finding: Finding = run.finding
         if self._kept is None and self._begin == 0 and self._first_bad:
             leaf = self._first_bad[0]
-            who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
-            note = f"{who} non-finite values: state{leaf} of the initial state"
+            origin = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
+            note = f"{origin} non-finite values: state{leaf} of the initial state"
             return dataclasses.replace(finding, leaf=leaf, note=note)
         for explain in EXPLANATIONS.values():
             finding = explain(run, finding, self)
@@ -193,8 +194,8 @@ class StopOrRollBack:
         rollbacks = run.deployment["rollbacks"]
         if self._saver is not None:
             self._saver.wait()
-        state, iteration, before = self._guard.earlier(run)
-        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, before, run.experiment))
+        state, iteration, rollbacks_before = self._guard.earlier(run)
+        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, rollbacks_before, run.experiment))
         close_simulators(run.experiment.agent.env)
         config = run.experiment.algorithm
         names = [f.name for f in dataclasses.fields(config) if f.name.endswith("learning_rate")]
@@ -222,18 +223,20 @@ class StopOrRollBack:
             self._saver.begin(run)
 
 
-def again(state: Any, number: int, before: int, experiment: Experiment) -> Any:
+def again(state: PyTree, number: int, rollbacks_before: int, experiment: Experiment) -> PyTree:
     """Returns the state with which a run restarts after its `number`-th rollback: with other keys and lower rates of members.
 
-    The given state is from a time when the run had done `before` rollbacks.
+    The given state is from a time when the run had done `rollbacks_before` rollbacks.
     """
 
     def slower(part: Any) -> Any:
         if not isinstance(part, Member):
             return part
         # Rates that evolve are halved once per rollback since that state, other rates once per rollback of the run.
-        now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - before))
-        rates = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+        rates_now, divisor = (
+            (experiment.numbers, 2**number) if experiment.pbt is None else (part.numbers, 2 ** (number - rollbacks_before))
+        )
+        rates = {name: jnp.asarray(rate / divisor) for name, rate in rates_now.items() if name.endswith("learning_rate")}
         return part._replace(numbers=part.numbers | rates)
 
     return jax.tree.map(slower, fold_keys(state, number), is_leaf=lambda x: isinstance(x, Member))

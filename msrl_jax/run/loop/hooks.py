@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic as now
+from types import FrameType
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.data.check_spaces import bytes_per_step
-from msrl_jax.data.experience import ExperienceWriter, detached
+from msrl_jax.data.experience import ExperienceWriter, without_rows
 from msrl_jax.data.formats import check_new
 from msrl_jax.fragments.support.checks import shown, whole
 from msrl_jax.fragments.support.random_keys import key_for
@@ -45,16 +46,16 @@ _SHARE = 0.02  # maximum fraction of the time that training waits for checkpoint
 _RING_BYTES = 2**26  # maximum size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
 
-def seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: object) -> float:
     """Parses a duration."""
-    found: float | None = None
+    duration: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        found = float(value)
+        duration = float(value)
     elif isinstance(value, str) and value and (match := _DURATION.fullmatch(value.strip().lower())) and any(match.groups()):
-        found = sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
-    if found is None or not 0 < found < float("inf"):
+        duration = sum(float(n) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True) if n)
+    if duration is None or not 0 < duration < float("inf"):
         raise ValueError(f"{name}={shown(value)}: use text such as '90s', '10m' or '5h50m', or in Python a number of seconds")
-    return found
+    return duration
 
 
 class StopRequests:
@@ -66,15 +67,15 @@ class StopRequests:
 
     def reason(self, next_seconds: float) -> str:
         """Returns the reason to stop the run now, if any process knows one; all processes must call it."""
-        late = self.deadline is not None and now() + next_seconds >= self.deadline
-        return next(filter(None, processes.gathered(self.signal or TIME_LIMIT * late)), "")
+        is_late = self.deadline is not None and now() + next_seconds >= self.deadline
+        return next(filter(None, processes.gathered(self.signal or TIME_LIMIT * is_late)), "")
 
     def before(self, run: Run) -> StopReason | None:
         """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
         reason = self.reason(run.last_seconds + run.saving_seconds)
         return StopReason("interrupted", reason) if reason else None
 
-    def on_signal(self, signum: int, frame: Any) -> None:
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Notes the first signal. A second one ends the process immediately; a second Ctrl-C raises KeyboardInterrupt."""
         if self.signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
@@ -91,15 +92,15 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return
-    before: dict[int, Callable[..., Any] | int | None] = {}
+    handlers: dict[int, Callable[..., Any] | int | None] = {}
     for signum in SIGNALS:
         # A shell's nohup, for example, makes the process ignore SIGHUP.
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            before[signum] = signal.signal(signum, requests.on_signal)
+            handlers[signum] = signal.signal(signum, requests.on_signal)
     try:
         yield requests
     finally:
-        for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
+        for signum, handler in handlers.items():  # None is a handler of compiled code, such as that of jax.distributed
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
@@ -115,9 +116,9 @@ class Evaluating:
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
         self._key = evaluation_key(experiment)
-        unknown = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
+        nan = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
         names = ("eval_return", "eval_length", *(f"eval_return/{team}" for team in self._play.teams))
-        self._unknown = dict.fromkeys(names, unknown)
+        self._unknown = dict.fromkeys(names, nan)
         self._has_begun, self._from, self.every, self.env = False, 0, every, self._play.env
 
     def before(self, run: Run) -> None:
@@ -131,8 +132,8 @@ class Evaluating:
     def after(self, run: Run) -> None:
         """Evaluates if it is due, unless a value is non-finite."""
         run.rows[-1] |= self._unknown
-        due = self.every is not None and run.step // self.every > self._from // self.every
-        if run.finding is None and (due or run.iteration == run.iterations):
+        is_due = self.every is not None and run.step // self.every > self._from // self.every
+        if run.finding is None and (is_due or run.iteration == run.iterations):
             start, self._has_begun = time.perf_counter(), True
             run.evaluation = self._play(run.acting_state(), self._key)
             run.seconds["evaluation_seconds"] += time.perf_counter() - start
@@ -147,8 +148,8 @@ class Recording:
 
     def after(self, run: Run) -> None:
         """Writes the steps since the last chunk."""
-        taken = run.iteration * (run.experiment.steps_per_iteration // run.experiment.behavior.agent.env.num_envs)
-        self.writer.add(run.program.unwrap(run.run_state), taken - self.writer.progress["steps"])
+        steps = run.iteration * (run.experiment.steps_per_iteration // run.experiment.behavior.agent.env.num_envs)
+        self.writer.add(run.program.unwrap(run.run_state), steps - self.writer.progress["steps"])
 
     def end(self, run: Run) -> None:
         """Joins the steps into one file; keeps their parts if the run may resume later."""
@@ -159,20 +160,20 @@ def recorded(
     experiment: Experiment, record: Path | None, chunk: int | None, policy: str, saved: Saved | None
 ) -> tuple[Experiment, Recording | None, int]:
     """Returns the run, with recording environments if it is recorded; its hook; and the maximum iterations per chunk."""
-    most = min(chunk or chunk_length(experiment.iterations), experiment.iterations)
-    done: dict[str, int] | None = None
+    max_iterations = min(chunk or chunk_length(experiment.iterations), experiment.iterations)
+    progress: dict[str, int] | None = None
     if saved is not None:
-        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
-        if done is None and record is not None:
+        progress = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if progress is None and record is not None:
             raise ValueError(f"record={str(record)!r}: the run in {saved.path} was not recorded from its start; omit it")
-        was = saved.description["record"]
+        previous = saved.description["record"]
         if record is None:
-            record = None if was is None else Path(was)
-        elif was is None or os.path.abspath(record) != was:
+            record = None if previous is None else Path(previous)
+        elif previous is None or os.path.abspath(record) != previous:
             check_new(record)  # write the new steps to a separate file
-            done = None if done is None else done | {"parts": 0}
+            progress = None if progress is None else progress | {"parts": 0}
     if record is None:
-        return experiment, None, most
+        return experiment, None, max_iterations
     agent = experiment.behavior.agent
     if agent.unit != "environment steps":
         raise ValueError(f"record={str(record)!r}: {experiment.name} takes no environment steps; omit it")
@@ -181,9 +182,9 @@ def recorded(
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
         size = bytes_per_step(experiment.environment) * agent.steps_per_iteration * experiment.members
-        most = max(1, min(most, _RING_BYTES // size))
-    writer = ExperienceWriter(record, experiment.about() | {"policy": policy}, done)
-    return experiment.record(most * steps), Recording(writer), most
+        max_iterations = max(1, min(max_iterations, _RING_BYTES // size))
+    writer = ExperienceWriter(record, experiment.about() | {"policy": policy}, progress)
+    return experiment.record(max_iterations * steps), Recording(writer), max_iterations
 
 
 class LostSteps:
@@ -242,7 +243,7 @@ class RunFileWriter:
             self.begin(run)
 
 
-def interval(every: Any) -> tuple[int | None, float | None]:
+def interval(every: float | str | None) -> tuple[int | None, float | None]:
     """Parses the time between checkpoints: steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
     if every is None:
         return None, None
@@ -269,9 +270,9 @@ class Checkpoints:
         if self._writer is not None:
             assert run.path is not None
             self._writer.set_aside(run.iteration)
-            self._best = self._best_saved(run)
+            self._best = self._best_score(run)
 
-    def _best_saved(self, run: Run) -> float:
+    def _best_score(self, run: Run) -> float:
         assert run.path is not None
         return max((c.score for c in complete_checkpoints(run.path) if c.score is not None), default=-math.inf)
 
@@ -291,33 +292,33 @@ class Checkpoints:
     def _is_best(self, run: Run) -> bool:
         """Returns whether an evaluation is the best so far; it needs a checkpoint, because few coincide with one."""
         evaluated = run.step > self._saved_step and not np.isnan(run.rows[-1].get("eval_return", np.nan)).any()
-        found = score(run) if evaluated and run.deployment["eval_every"] is not None else None
-        return found is not None and found > self._best
+        new_score = score(run) if evaluated and run.deployment["eval_every"] is not None else None
+        return new_score is not None and new_score > self._best
 
     def save(self, run: Run) -> None:
         """Starts to write a checkpoint; warns if this one or the previous one fails."""
         start = now()
         self._saved_at, self._saved_step = start, run.step
-        state = run.experiment.agent.without_data(detached(run.program.unwrap(run.run_state)))
+        state = run.experiment.agent.without_data(without_rows(run.program.unwrap(run.run_state)))
         state, registers = processes.to_hosts((state, run.registers))
         if self._writer is None:
             return
         recorded = None if self._recording is None else self._recording.writer.progress
         progress = progress_of(run.description, len(run.rows), run.evaluation, run.times, run.last_episodes, recorded)
-        found = score(run)
+        new_score = score(run)
         try:
             self._writer.wait()
         except OSError as error:  # an error of the previous one: this one may succeed
-            self._failed(run, error)
+            self._note_failure(run, error)
         try:
-            self._writer.save(run.iteration, state, registers, progress, found)
-            self.error, self._best = None, max(self._best, -math.inf if found is None else found)
+            self._writer.save(run.iteration, state, registers, progress, new_score)
+            self.error, self._best = None, max(self._best, -math.inf if new_score is None else new_score)
         except OSError as error:
-            self._failed(run, error)
+            self._note_failure(run, error)
         run.saving_seconds = now() - start
 
-    def _failed(self, run: Run, error: OSError) -> None:
-        self.error, self._best = error, self._best_saved(run)
+    def _note_failure(self, run: Run, error: OSError) -> None:
+        self.error, self._best = error, self._best_score(run)
         warnings.warn(f"the run continues without a new checkpoint: {error}", folder.SaveWarning, stacklevel=3)
 
     def wait(self) -> None:
@@ -339,13 +340,13 @@ class Checkpoints:
 
 def score(run: Run) -> float | None:
     """Returns the score by which the best checkpoint is kept; higher is better. None if no score is known."""
-    by, is_offline = run.experiment.rank_by, run.experiment.behavior.agent.unit == "updates"
+    rank_by, is_offline = run.experiment.rank_by, run.experiment.behavior.agent.unit == "updates"
     if not run.experiment.is_ranked or not run.rows:
         return None
-    if is_offline and by == "return":
+    if is_offline and rank_by == "return":
         value = -np.mean(run.rows[-1].get("validation_loss", np.nan))
     elif is_offline or run.deployment["eval_every"] is not None:
-        value = np.mean(run.rows[-1].get(f"eval_{by}", np.nan))
+        value = np.mean(run.rows[-1].get(f"eval_{rank_by}", np.nan))
     else:
         value = np.mean(run.last_episodes.mean())
     return float(value) if np.isfinite(value) else None

@@ -21,6 +21,7 @@ import numpy as np
 
 from msrl_jax.agents.agent import innermost
 from msrl_jax.data.experience import without_experience
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.state_layout import Delayed
@@ -31,6 +32,7 @@ from msrl_jax.run.evaluation.history import NO_EPISODES, HostMetrics, LastEpisod
 from msrl_jax.run.experiment.pbt import acting_part
 from msrl_jax.run.experiment.spec import Experiment
 
+Hook: TypeAlias = object  # with some of the attributes above
 Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished", "earlier checkpoint"]
 
 
@@ -64,13 +66,13 @@ def chunk_length(iterations: int) -> int:
 
 
 class ChunkScheduler:
-    """Chooses the lengths of chunks from the time of iterations: powers of two that change by factors of two, or `most`.
+    """Chooses the lengths of chunks from the time of iterations: powers of two that change by factors of two, or `max_length`.
 
     Chunks end at multiples of their length if possible, so that different runs have ticks at the same iterations.
     """
 
-    def __init__(self, most: int, *, fixed: bool):
-        self.most, self._fixed, self._length = most, fixed, most if fixed else 0
+    def __init__(self, max_length: int, *, fixed: bool):
+        self.max_length, self._fixed, self._length = max_length, fixed, max_length if fixed else 0
 
     @property
     def is_known(self) -> bool:
@@ -81,17 +83,17 @@ class ChunkScheduler:
         """Records a measurement."""
         if self._fixed:
             return
-        each = max(seconds / iterations, 1e-9)
-        if self._length and _SECONDS / 2 <= self._length * each <= 2 * _SECONDS:
+        seconds_per_iteration = max(seconds / iterations, 1e-9)
+        if self._length and _SECONDS / 2 <= self._length * seconds_per_iteration <= 2 * _SECONDS:
             return
-        wanted = _SECONDS / each
+        target = _SECONDS / seconds_per_iteration
         if self._length:  # limits the effect of a single slow chunk
-            wanted = min(max(wanted, self._length / 2), self._length * 2)
-        self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
+            target = min(max(target, self._length / 2), self._length * 2)
+        self._length = self.max_length if target >= self.max_length else 2 ** max(0, math.floor(math.log2(target)))
 
-    def length(self, done: int) -> int:
+    def length(self, iterations: int) -> int:
         """Returns the number of iterations of the next chunk."""
-        return self._length - done % self._length
+        return self._length - iterations % self._length
 
 
 @dataclasses.dataclass
@@ -106,7 +108,7 @@ class Run:
     program: Program  # the compiled iteration
     pace: ChunkScheduler  # chooses the lengths of chunks
     started: float  # value of `time.perf_counter` at which the run would have started if it had never been interrupted
-    run_state: Any = None  # in the form that `Program.run` takes and returns
+    run_state: PyTree = None  # in the form that `Program.run` takes and returns
     boundaries: tuple[int, ...] = ()  # chunks must end at multiples of these numbers of steps
     iteration: int = 0  # iterations done
     resumed_from: int = 0  # iterations done when the run resumed; 0 for a new run
@@ -148,28 +150,30 @@ class Run:
         """The content of `config.json`."""
         return self.experiment.to_json() | self.deployment
 
-    def whole_state(self) -> Any:
+    def whole_state(self) -> PyTree:
         """Returns the state of the run without registers and recorded steps."""
         return without_experience(self.program.unwrap(self.run_state))
 
-    def acting_state(self) -> Any:
+    def acting_state(self) -> PyTree:
         """Returns the state in the form that the run's behavior takes."""
         return acting_part(self.whole_state())
 
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """Returns the algorithm's own state."""
         return innermost(self.whole_state())
 
     def advance(self) -> None:
         """Runs a chunk and adds a row to the history."""
-        first, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
+        first_iteration, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
         parts = [] if self.pace.is_known else [self._iterate(1)]
-        if rest := min(self.pace.length(first), self._to_boundary(first)) - (self.iteration - first):
-            parts.append(self._iterate(rest))
+        if remaining := min(self.pace.length(first_iteration), self._to_boundary(first_iteration)) - (
+            self.iteration - first_iteration
+        ):
+            parts.append(self._iterate(remaining))
         self.metrics = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
         self.last_seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.seconds["train_seconds"] += self.last_seconds
-        steps = (self.iteration - first) * self.experiment.steps_per_iteration * self.experiment.members
+        steps = (self.iteration - first_iteration) * self.experiment.steps_per_iteration * self.experiment.members
         self.rows.append(
             {
                 "step": self.step,
@@ -180,21 +184,21 @@ class Run:
             }
         )
         if (scores := self.metrics.get(f"episode_{self.experiment.rank_by}")) is not None:
-            self.last_episodes = self.last_episodes.add(first, scores, finite=self.experiment.guard == "skip")
+            self.last_episodes = self.last_episodes.add(first_iteration, scores, finite=self.experiment.guard == "skip")
 
     @property
-    def most_at_once(self) -> int:
+    def max_at_once(self) -> int:
         """The maximum number of iterations between two reads of the metrics."""
         limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
-        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+        return min(limit, self.pace.max_length, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled already."""
-        self.program.warm_up(self.most_at_once)
+        self.program.warm_up(self.max_at_once)
 
-    def _iterate(self, count: int) -> Any:
+    def _iterate(self, count: int) -> HostMetrics:
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.most_at_once, donate=True)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self.max_at_once, donate=True)
         jax.block_until_ready(self.run_state)
         count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # may be fewer, see `Execution`
         self.iteration += count
@@ -203,12 +207,12 @@ class Run:
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:
-        each = self.experiment.steps_per_iteration
-        multiples = ((iteration * each // every + 1) * every for every in self.boundaries)
-        return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
+        steps_per_iteration = self.experiment.steps_per_iteration
+        multiples = ((iteration * steps_per_iteration // interval + 1) * interval for interval in self.boundaries)
+        return min([self.iterations, *(-(-multiple // steps_per_iteration) for multiple in multiples)]) - iteration
 
 
-def _call(hook: Any, phase: str, run: Run) -> StopReason | None:
+def _call(hook: Hook, phase: str, run: Run) -> StopReason | None:
     """Calls a phase of a hook, if the hook has it; returns the reason to stop that the hook returned, if any."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
     if isinstance(answer, StopReason) and answer.status not in _FIRST:
@@ -222,12 +226,12 @@ def is_true(answer: Any) -> bool:
     return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
-def loop(run: Run, hooks: Sequence[Any]) -> None:
+def loop(run: Run, hooks: Sequence[Hook]) -> None:
     """Runs chunks until all iterations are done or a hook ends the run; sets the run's `ending`."""
     if run.deployment["chunk"] is None:
         evolution = [] if run.experiment.pbt is None else [run.experiment.pbt.every * run.experiment.steps_per_iteration]
-        every = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
-        run.boundaries = tuple(int(steps) for steps in every if steps is not None)
+        intervals = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
+        run.boundaries = tuple(int(steps) for steps in intervals if steps is not None)
     for hook in hooks:
         _call(hook, "begin", run)
     while True:
@@ -244,7 +248,7 @@ def loop(run: Run, hooks: Sequence[Any]) -> None:
             return
 
 
-def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
+def finish(run: Run, hooks: Sequence[Hook]) -> list[Exception]:
     """Ends all hooks, the last one first; returns the errors of those that fail, each with a note that names the hook."""
     errors: list[Exception] = []
     for hook in reversed(hooks):

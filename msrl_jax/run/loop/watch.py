@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.agents.agent import Agent, innermost, with_innermost
 from msrl_jax.data.experience import RecordedState
+from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import FifoState, ReplayState
@@ -26,41 +27,41 @@ _ALWAYS = (".params", ".obs")  # parts of a state that are watched even if they 
 _WRAPPERS = EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
 
 
-def _all(x: Any, on: int) -> Any:
-    return jax.tree.map(lambda _: on, x)
+def _mark_all(tree: PyTree, mark: int) -> PyTree:
+    return jax.tree.map(lambda _: mark, tree)
 
 
-def _of_env(env_state: Any) -> Any:
+def _mark_env(env_state: PyTree) -> Any:
     wrapped = isinstance(env_state, _WRAPPERS)
-    chosen = _all(env_state, wrapped)
+    marks = _mark_all(env_state, wrapped)
     goes_in = wrapped or isinstance(env_state, RecordedState)
-    return chosen._replace(env_state=_of_env(env_state.env_state)) if goes_in else chosen
+    return marks._replace(env_state=_mark_env(env_state.env_state)) if goes_in else marks
 
 
-def _watched(agent: Agent, state: Any) -> dict[int, bool]:
+def _watched_leaves(agent: Agent, state: PyTree) -> dict[int, bool]:
     """Returns the positions of the watched leaves of a run's state (all floats), and whether they are in a replay buffer."""
     is_buffer = lambda x: isinstance(x, ReplayState | FifoState)
-    chosen = jax.tree.map(lambda x: _all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
-    own = innermost(state)
-    others = {name: _all(getattr(own, name), 0) for name in agent.data}
-    if hasattr(own, "env_state"):
-        others["env_state"] = _of_env(own.env_state)
-    chosen = with_innermost(chosen, innermost(chosen)._replace(**others))
-    pairs = zip(jax.tree.leaves(chosen), jax.tree.leaves(state), strict=True)
-    return {i: on == 2 for i, (on, x) in enumerate(pairs) if on and jnp.issubdtype(x.dtype, jnp.inexact)}
+    marks = jax.tree.map(lambda x: _mark_all(x, 2 if is_buffer(x) else 1), state, is_leaf=is_buffer)
+    inner = innermost(state)
+    inner_marks = {name: _mark_all(getattr(inner, name), 0) for name in agent.data}
+    if hasattr(inner, "env_state"):
+        inner_marks["env_state"] = _mark_env(inner.env_state)
+    marks = with_innermost(marks, innermost(marks)._replace(**inner_marks))
+    pairs = zip(jax.tree.leaves(marks), jax.tree.leaves(state), strict=True)
+    return {i: mark == 2 for i, (mark, x) in enumerate(pairs) if mark and jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
 @functools.lru_cache(maxsize=16)
-def _flags(to: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Array]:
+def _flags(sharding: NamedSharding | None) -> Callable[[list[jax.Array]], jax.Array]:
     """Makes a program that tells which arrays of a mesh are non-finite; with several processes, all can read its output."""
-    return jax.jit(lambda leaves: jnp.stack([~jnp.isfinite(x).all() for x in leaves]), out_shardings=to)
+    return jax.jit(lambda leaves: jnp.stack([~jnp.isfinite(x).all() for x in leaves]), out_shardings=sharding)
 
 
-def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]:
-    """Returns the positions, among `numbers`, of the non-finite leaves, on any meshes; moves nothing to the host."""
-    found: list[int] = []
-    meshes: dict[Any, list[int]] = {}
-    for i in numbers:
+def non_finite(leaves: Sequence[jax.Array], positions: Sequence[int]) -> list[int]:
+    """Returns the positions, among `positions`, of the non-finite leaves, on any meshes; moves nothing to the host."""
+    bad_positions: list[int] = []
+    meshes: dict[frozenset[object], list[int]] = {}
+    for i in positions:
         devices = list(leaves[i].sharding.device_set)
         # NumPy reads it without a copy. All processes must check in the same way, because they read the results together.
         at_hand = jax.process_count() == 1 and len(devices) == 1 and devices[0].platform == "cpu"
@@ -68,34 +69,34 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
             meshes.setdefault(frozenset(devices), []).append(i)
         elif (x := np.asarray(leaves[i])).size:
             with np.errstate(invalid="ignore"):  # min and max need no array of bools of the same size
-                found += [] if np.isfinite(x.min()) and np.isfinite(x.max()) else [i]
+                bad_positions += [] if np.isfinite(x.min()) and np.isfinite(x.max()) else [i]
 
     def check(group: list[int]) -> jax.Array:
-        at = leaves[group[0]].sharding
-        several = jax.process_count() > 1 and isinstance(at, NamedSharding)
-        return _flags(NamedSharding(at.mesh, PartitionSpec()) if several else None)([leaves[i] for i in group])  # type: ignore
+        sharding = leaves[group[0]].sharding
+        several = jax.process_count() > 1 and isinstance(sharding, NamedSharding)
+        return _flags(NamedSharding(sharding.mesh, PartitionSpec()) if several else None)([leaves[i] for i in group])  # type: ignore
 
     flags = read([check(group) for group in meshes.values()])
     pairs = zip(meshes.values(), flags, strict=True)
-    return sorted([*found, *(i for group, bad in pairs for i, is_bad in zip(group, bad, strict=True) if is_bad)])
+    return sorted([*bad_positions, *(i for group, bad in pairs for i, is_bad in zip(group, bad, strict=True) if is_bad)])
 
 
 class Watch:
     """The watched leaves of a run's states, chosen from its first state, which counts as good."""
 
-    def __init__(self, agent: Agent, state: Any):
+    def __init__(self, agent: Agent, state: PyTree):
         leaves = jax.tree.leaves_with_path(state)
         # Pytree paths of all leaves, relative to the algorithm's own state, such as `.obs`.
         self.paths = [re.sub(r"^(\.inner\b)+", "", jax.tree_util.keystr(path)) for path, _ in leaves]
-        watched = _watched(agent, state)
+        watched = _watched_leaves(agent, state)
         odd = {i for i in non_finite([x for _, x in leaves], [*watched]) if not self.paths[i].startswith(_ALWAYS)}
         self.everything = [i for i in watched if i not in odd]  # including the floats in replay buffers
         self._chosen = [i for i in self.everything if not watched[i]]
 
-    def bad(self, state: Any) -> list[str]:
+    def bad(self, state: PyTree) -> list[str]:
         """Returns the pytree paths of the watched leaves of a state that are non-finite."""
         return [self.paths[i] for i in non_finite(jax.tree.leaves(state), self._chosen)]
 
-    def is_whole(self, state: Any) -> bool:
+    def is_whole(self, state: PyTree) -> bool:
         """Returns whether the watched leaves and replay buffers are finite."""
         return not non_finite(jax.tree.leaves(state), self.everything)

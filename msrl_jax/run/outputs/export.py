@@ -16,6 +16,7 @@ import numpy as np
 from msrl_jax._compat import ClosedJaxpr, drop_unused, jaxpr_as_fun
 from msrl_jax._files import as_path, replacing
 from msrl_jax.envs import MaskedObservation
+from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.support.checks import check_loaded, whole
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
@@ -42,8 +43,10 @@ class Policy:
 
     def batched(self, size: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the inputs for a number of observations, which may be a symbolic dimension."""
-        one = self.inputs.items()
-        return {name: x if name == "key" else jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for name, x in one}
+        items = self.inputs.items()
+        return {
+            name: shape if name == "key" else jax.ShapeDtypeStruct((size, *shape.shape), shape.dtype) for name, shape in items
+        }
 
 
 @entry
@@ -83,37 +86,37 @@ def export(
         return write(policy, as_path("path", path), about, batch)
 
 
-def exported_policy(behavior: Behavior, state: Any, sample: bool) -> Policy:
+def exported_policy(behavior: Behavior, state: PyTree, sample: bool) -> Policy:
     """Makes the policy from one member's state."""
     leaves = [np.asarray(x) if not is_key(x) else x for x in behavior.take(state)]
     observed, carried = behavior.observation_type, jax.eval_shape(lambda: behavior.initial_carry(1))
     if any(np.any(np.asarray(x)) for x in jax.tree.leaves(behavior.initial_carry(1))):
         raise ValueError("export needs an agent whose initial carry is all zeros, so that callers can start an episode")
-    observations, parts = _names_of(observed), enumerate(jax.tree.leaves(carried))
+    observations, parts = _arrays_by_name(observed), enumerate(jax.tree.leaves(carried))
     carry_inputs = {f"carry_{i}": jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for i, x in parts}
 
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32") if sample else None
         obs = jax.tree.unflatten(jax.tree.structure(observed), [arrays[name] for name in observations])
         size = jax.tree.leaves(obs)[0].shape[0]
-        held = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carry_inputs.items()]
+        carry_leaves = [arrays[n] if n in arrays else jnp.zeros((size, *x.shape), x.dtype) for n, x in carry_inputs.items()]
         # A barrier, so that operations on parameters alone are not folded at compile time, which would round differently.
         state = behavior.restore(jax.lax.optimization_barrier([jnp.asarray(x) for x in leaves]))
-        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), held), key)
-        after = zip(carry_inputs, held, jax.tree.leaves(carry), strict=True)
-        return {"action": action} | {f"next_{name}": x for name, before, x in after if name in arrays and x is not before}
+        action, carry = behavior.act_with_carry(state, obs, jax.tree.unflatten(jax.tree.structure(carried), carry_leaves), key)
+        carry_pairs = zip(carry_inputs, carry_leaves, jax.tree.leaves(carry), strict=True)
+        return {"action": action} | {f"next_{name}": x for name, old, x in carry_pairs if name in arrays and x is not old}
 
-    given = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
-    whole_policy = Policy(run, observations | carry_inputs | given)
+    key_input = {"key": jax.ShapeDtypeStruct((2,), np.uint32)} if sample else {}
+    whole_policy = Policy(run, observations | carry_inputs | key_input)
     # The carry of a critic does not change.
     changes = jax.eval_shape(run, **whole_policy.batched(1))
-    return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | given)
+    return Policy(run, observations | {n: x for n, x in carry_inputs.items() if f"next_{n}" in changes} | key_input)
 
 
-def _names_of(observed: Any) -> dict[str, Any]:
+def _arrays_by_name(observed: PyTree) -> dict[str, Any]:
     """Returns the arrays of an observation by name: `obs`, `obs_PATH` for a pytree, and `action_mask`."""
     if isinstance(observed, MaskedObservation):
-        return _names_of(observed.obs) | {"action_mask": observed.action_mask}
+        return _arrays_by_name(observed.obs) | {"action_mask": observed.action_mask}
     paths = jax.tree_util.tree_leaves_with_path(observed)
     return {"_".join(["obs", *filter(None, [jax.tree_util.keystr(path, simple=True, separator="_")])]): x for path, x in paths}
 
@@ -134,14 +137,14 @@ def write(policy: Policy, path: Path, about: Mapping[str, Any], batch: int | Non
         raise ValueError(
             f"the policy cannot be traced for an arbitrary batch size ({_first_line(error)}); give one, such as batch=1"
         ) from error
-    text = json.dumps(to_json({**about, "inputs": _described(inputs), "outputs": _described(outputs)}))
+    text = json.dumps(to_json({**about, "inputs": _describe_arrays(inputs), "outputs": _describe_arrays(outputs)}))
     content = _FORMATS[suffix](policy, inputs, list(outputs), text)
     with replacing(path) as partial:
         partial.write_bytes(content)
     return path
 
 
-def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+def _to_jaxexport(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     def run(**arrays: jax.Array) -> dict[str, jax.Array]:
         return policy.run(**arrays)
 
@@ -149,18 +152,18 @@ def _jaxexport(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], ab
     return bytes(jax.export.export(jax.jit(run), platforms=PLATFORMS)(**inputs).serialize())
 
 
-def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: str) -> bytes:
+def _to_onnx(policy: Policy, inputs: Mapping[str, jax.ShapeDtypeStruct], outputs: list[str], about: str) -> bytes:
     closed = jax.make_jaxpr(lambda *xs: list(policy.run(**dict(zip(inputs, xs, strict=True))).values()))(*inputs.values())
     # Inputs that no action needs, such as keys of the state, have no ONNX counterpart.
-    needed = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
-    kept = jnp.cumsum
+    pruned = jaxpr_as_fun(ClosedJaxpr(drop_unused(closed.jaxpr), closed.consts))
+    original_cumsum = jnp.cumsum
     try:
         import jax2onnx  # type: ignore[import-not-found]
         import onnx  # type: ignore[import-not-found]
 
         logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # ignore shapes of inner values that it cannot infer
         model = jax2onnx.to_onnx(
-            lambda *xs: tuple(needed(*xs)),
+            lambda *xs: tuple(pruned(*xs)),
             list(inputs.values()),
             model_name="policy",
             input_names=list(inputs),
@@ -171,18 +174,18 @@ def _onnx(policy: Policy, inputs: Mapping[str, Any], outputs: list[str], about: 
         raise ValueError("jax2onnx, which writes ONNX files, is not installed: pip install 'msrl-jax[onnx]'") from error
     except Exception as error:
         hint = "" if all(isinstance(n, int) for x in inputs.values() for n in x.shape) else "give batch=1, say, or "
-        what = f"jax2onnx cannot express this policy ({_first_line(error)})"
-        raise ValueError(f"{what}; {hint}export it as .jaxexport") from error
+        fact = f"jax2onnx cannot express this policy ({_first_line(error)})"
+        raise ValueError(f"{fact}; {hint}export it as .jaxexport") from error
     finally:
-        jnp.cumsum = kept  # jax2onnx replaces it for the whole process
+        jnp.cumsum = original_cumsum  # jax2onnx replaces it for the whole process
     model.doc_string = about
     return model.SerializeToString()
 
 
-_FORMATS = {".jaxexport": _jaxexport, ".onnx": _onnx}
+_FORMATS = {".jaxexport": _to_jaxexport, ".onnx": _to_onnx}
 
 
-def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _describe_arrays(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, str]:
     return {name: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for name, x in arrays.items()}
 
 

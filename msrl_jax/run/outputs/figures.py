@@ -35,7 +35,7 @@ def plot(result: Outcome, path: str | os.PathLike | None = None, *, metrics: Seq
       ValueError: if the history does not have a column.
     """
     check_loaded(result)
-    return saved(plot_history(result, metrics), path)
+    return save_figure(plot_history(result, metrics), path)
 
 
 @entry
@@ -65,24 +65,24 @@ def plot_lineage(result: Result, path: str | os.PathLike | None = None) -> "Figu
         for member, column in enumerate(values.T):
             panel.hlines(column, begins, ends, color=f"C{member % 10}", lw=1.5)
         for step, member, parent in copies(history, pbt.every):
-            after = int(np.searchsorted(begins, step))
-            line = values[after - 1, parent], values[after, member]
+            chunk = int(np.searchsorted(begins, step))
+            line = values[chunk - 1, parent], values[chunk, member]
             panel.plot([step, step], line, color=f"C{parent % 10}", lw=0.7, marker=".")
         panel.set_yscale("log" if pbt.search[name].kind.startswith("log") else "linear")
-    return saved(figure, path)
+    return save_figure(figure, path)
 
 
 def copies(history: Mapping[str, np.ndarray], every: int) -> list[tuple[int, int, int]]:
     """Lists the copies of members in order of time: the steps before the chunk, the member, and its parent."""
-    found = []
+    copies_of_members = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
         if iteration and iteration % every == 0:
-            found += [(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
-    return found
+            copies_of_members += [(int(step), m, int(parent)) for m, parent in enumerate(parents) if int(parent) != m]
+    return copies_of_members
 
 
-def saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+def save_figure(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
     """Returns the figure; writes it to the file if there is a path."""
     if path is not None:
         figure.savefig(path)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._files import as_path, replacing
-from msrl_jax.envs import has_agents, vectorize
-from msrl_jax.envs.base import close_simulators, env_name, is_on_host, iter_wrapped
+from msrl_jax.envs import Environment, has_agents, vectorize
+from msrl_jax.envs.base import PyTree, close_simulators, env_name, is_on_host, iter_wrapped
 from msrl_jax.envs.masks import unmasked
 from msrl_jax.envs.param_sources import with_source
 from msrl_jax.envs.params import GivenParams
@@ -29,7 +29,7 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import check_target
 from msrl_jax.run.evaluation.evaluate import Behavior
-from msrl_jax.run.experiment.agent_transforms import state_of_member
+from msrl_jax.run.experiment.members import state_of_member
 from msrl_jax.run.loop.loop import Run
 from msrl_jax.run.result import Result
 
@@ -59,14 +59,14 @@ class Video:
     def captions(self) -> list[str]:
         """Returns the caption of each episode."""
         numbers = zip(self.returns, self.episodes, strict=True)
-        return [f"episode {i}: return {r:g}, {len(x) - 1} steps" for i, (r, x) in enumerate(numbers)]
+        return [f"episode {i}: return {r:g}, {len(frames) - 1} steps" for i, (r, frames) in enumerate(numbers)]
 
     def __repr__(self) -> str:
         return f"Video({self.title}; {'; '.join(self.captions)})"
 
     def _repr_html_(self) -> str:
-        picture = base64.b64encode(_gif(self)).decode()
-        return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_text(self)}</figcaption></figure>'
+        picture = base64.b64encode(_gif_bytes(self)).decode()
+        return f'<figure><img src="data:image/gif;base64,{picture}"><figcaption>{_caption_html(self)}</figcaption></figure>'
 
     def save(self, path: Path) -> Path:
         """Writes a file in the format of its suffix: `.gif`, `.mp4`, or `.html`, a self-contained page with a player.
@@ -79,7 +79,7 @@ class Video:
             if path.suffix.lower() == ".mp4":
                 _write_mp4(self, partial)
             else:
-                partial.write_bytes(_gif(self) if path.suffix.lower() == ".gif" else _page(self).encode())
+                partial.write_bytes(_gif_bytes(self) if path.suffix.lower() == ".gif" else _player_page(self).encode())
         return path
 
 
@@ -95,20 +95,20 @@ def check_file(path: Path) -> None:
             ) from error
 
 
-def film(behavior: Behavior, state: Any, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
+def film(behavior: Behavior, state: PyTree, episodes: int, seed: int, max_steps: int, fps: float | None, title: str) -> Video:
     """Plays greedy episodes one after another, and renders them."""
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps)
-    fps = None if fps is None else _rate("fps", fps)
+    fps = None if fps is None else _check_rate("fps", fps)
     leaves = behavior.take(state)
     if hasattr(behavior.env, "film"):
-        played = [_filmed(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
+        played = [_film_episode(behavior, leaves, seed + i, max_steps) for i in range(episodes)]
         pictures, rates, returns = zip(*played, strict=True)
-        return Video([_checked(behavior.env, x) for x in pictures], returns, fps or rates[0], title)
-    draw, rate = _drawing(behavior.env)
-    play = _recorder(behavior, max_steps)
+        return Video([_stack_pictures(behavior.env, episode) for episode in pictures], returns, fps or rates[0], title)
+    draw, rate = _renderer_of(behavior.env)
+    play = _make_recorder(behavior, max_steps)
     keys = [jax.random.fold_in(key_for("video", jax.random.key(seed)), i) for i in range(episodes)]
     recorded = [play(leaves, key) for key in keys]
-    pictures = [_drawn(behavior.env, draw, states) for states, _ in recorded]
+    pictures = [_draw_states(behavior.env, draw, states) for states, _ in recorded]
     return Video(pictures, [total for _, total in recorded], fps or rate, title)
 
 
@@ -149,12 +149,12 @@ def video(
     file = None if path is None else as_path("path", path)
     if file is not None:
         check_file(file)
-    behavior = result.behavior.elsewhere(env_params)
+    behavior = result.behavior.with_env_params(env_params)
     title = f"{result.experiment.name} on {result.experiment.env_name}"
-    made = film(behavior, result.acting_state(member), episodes, check_seed(seed), max_steps, fps, title)
+    recording = film(behavior, result.acting_state(member), episodes, check_seed(seed), max_steps, fps, title)
     if file is not None:
-        made.save(file)
-    return made
+        recording.save(file)
+    return recording
 
 
 class Filming:
@@ -175,31 +175,33 @@ class Filming:
         if run.path is None:
             raise ValueError("videos of a run are written to its folder; give it one, train(..., out=FOLDER)")
         if not hasattr(env := run.experiment.behavior.env, "film"):
-            _drawing(env)
+            _renderer_of(env)
         self._from = run.step
 
     def after(self, run: Run) -> None:
         """Makes a video if one is due."""
-        due = run.step // self.every > self._from // self.every
-        if run.finding is not None or not (due or run.iteration == run.iterations):
+        is_due = run.step // self.every > self._from // self.every
+        if run.finding is not None or not (is_due or run.iteration == run.iterations):
             return
         behavior, state = run.experiment.behavior, run.acting_state()
         if run.experiment.has_members:
             state = state_of_member(behavior.agent, state, 0)
         title = f"{run.experiment.name} on {run.experiment.env_name} after {run.step:,} steps"
-        made = film(behavior, state, self.episodes, 0, self.max_steps, None, title)
+        recording = film(behavior, state, self.episodes, 0, self.max_steps, None, title)
         if processes.is_first():
             assert run.path is not None
             (run.path / FILMS).mkdir(exist_ok=True)
-            made.save(run.path / FILMS / f"{run.step}.gif")
+            recording.save(run.path / FILMS / f"{run.step}.gif")
 
 
-def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple[list[np.ndarray], float, float]:
+def _film_episode(
+    behavior: Behavior, leaves: list[jax.Array], seed: int, max_steps: int
+) -> tuple[list[np.ndarray], float, float]:
     """Plays an episode of an environment that renders itself during the episode."""
     carry = behavior.initial_carry(1)
     choose = jax.jit(lambda leaves, obs, carry: behavior.act_with_carry(behavior.restore(leaves), obs, carry))
 
-    def act(obs: Any) -> np.ndarray:
+    def act(obs: PyTree) -> np.ndarray:
         nonlocal carry
         action, carry = choose(leaves, behavior.batched(obs)[0], carry)
         return np.asarray(action)[0]
@@ -207,62 +209,62 @@ def _filmed(behavior: Behavior, leaves: Any, seed: int, max_steps: int) -> tuple
     return behavior.env.film(act, seed, max_steps)  # type: ignore[attr-defined]
 
 
-def _drawing(env: Any) -> tuple[Callable[[Any], Any], float]:
+def _renderer_of(env: Any) -> tuple[Callable[[Any], Any], float]:
     """Returns the function that renders a recorded state (or an observation), and the number of frames per second."""
     if hasattr(env, "render") and not is_on_host(env):
-        given = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
-        return env.render, _rate(f"render_fps of {env_name(env)}", given)
+        fps = next((x.render_fps for x in iter_wrapped(env) if hasattr(x, "render_fps")), _FPS)
+        return env.render, _check_rate(f"render_fps of {env_name(env)}", fps)
     space = env.observation_space
     if getattr(space, "dtype", None) == np.uint8 and len(space.shape) == 3 and not has_agents(env):
-        last = 3 if space.shape[-1] % 3 == 0 else 1  # the newest of stacked frames
-        return lambda obs: np.broadcast_to(np.asarray(obs)[..., -last:], (*obs.shape[:2], 3)), _FPS
+        channels = 3 if space.shape[-1] % 3 == 0 else 1  # the newest of stacked frames
+        return lambda obs: np.broadcast_to(np.asarray(obs)[..., -channels:], (*obs.shape[:2], 3)), _FPS
     raise ValueError(f"{env_name(env)} cannot be drawn; give it a method render(state), which returns an image, uint8[H, W, 3]")
 
 
-def _recorder(behavior: Behavior, max_steps: int) -> Callable[[Any, jax.Array], tuple[list[Any], float]]:
+def _make_recorder(behavior: Behavior, max_steps: int) -> Callable[[list[jax.Array], jax.Array], tuple[list[Any], float]]:
     """Makes a function that plays an episode and returns its data to render, from first to last state, and its return."""
     copies, several = vectorize(behavior.env, 1), has_agents(behavior.env)
     has_states = not is_on_host(behavior.env) and hasattr(behavior.env, "render")
 
     @jax.jit
-    def begin(leaves: Any, key: jax.Array) -> Any:
+    def begin(leaves: list[jax.Array], key: jax.Array) -> Any:
         state = behavior.restore(leaves)
         env_state, obs = with_source(copies, behavior.source(state)).reset(key)
         return (env_state, obs, behavior.initial_carry(1)), env_state.env_state if has_states else unmasked(obs)
 
     @jax.jit
-    def chunk(leaves: Any, running: Any) -> Any:
+    def chunk(leaves: list[jax.Array], running: PyTree) -> Any:
         state = behavior.restore(leaves)
         env = with_source(copies, behavior.source(state))
 
-        def step(running: Any, _: None) -> Any:
+        def step(running: PyTree, _: None) -> Any:
             env_state, obs, carry = running
             action, carry = behavior.act_with_carry(state, obs, carry)
-            after, t = env.step(env_state, action)
-            seen = next_states(env, env_state, action) if has_states else unmasked(t.final_obs)
+            next_env_state, t = env.step(env_state, action)
+            frame = next_states(env, env_state, action) if has_states else unmasked(t.final_obs)
             reward = jnp.sum(t.reward[0]) if several else t.reward[0]
-            return (after, t.obs, carry), (seen, reward, t.ended[0])
+            return (next_env_state, t.obs, carry), (frame, reward, t.ended[0])
 
         return jax.lax.scan(step, running, length=min(_CHUNK, max_steps))
 
-    def play(leaves: Any, key: jax.Array) -> tuple[list[Any], float]:
+    def play(leaves: list[jax.Array], key: jax.Array) -> tuple[list[Any], float]:
         with host_errors():
-            running, first = begin(leaves, key)
-            seen, total, over = [next(_rows(jax.tree.map(lambda x: x[None], first)))], 0.0, False
-            while not over and len(seen) <= max_steps:
-                running, (states, rewards, ended) = chunk(leaves, running)
-                for row, reward, end in zip(_rows(states), np.asarray(rewards), np.asarray(ended), strict=True):
-                    if over or len(seen) > max_steps:
+            running, first_frame = begin(leaves, key)
+            frames, total, is_over = [next(_each_state(jax.tree.map(lambda x: x[None], first_frame)))], 0.0, False
+            while not is_over and len(frames) <= max_steps:
+                running, (states, rewards, ends) = chunk(leaves, running)
+                for row, reward, end in zip(_each_state(states), np.asarray(rewards), np.asarray(ends), strict=True):
+                    if is_over or len(frames) > max_steps:
                         break
-                    seen.append(row)
-                    total, over = total + float(reward), bool(end)
+                    frames.append(row)
+                    total, is_over = total + float(reward), bool(end)
         close_simulators(copies)
-        return seen, total
+        return frames, total
 
     return play
 
 
-def _rows(stacked: Any) -> Iterator[Any]:
+def _each_state(stacked: PyTree) -> Iterator[Any]:
     """Yields the states of one environment from those of `T` steps, `[T, 1, ...]`, as NumPy arrays; keys stay keys."""
     leaves, tree = jax.tree.flatten(stacked)
     leaves = [x if is_key(x) else np.asarray(x) for x in leaves]
@@ -270,43 +272,43 @@ def _rows(stacked: Any) -> Iterator[Any]:
         yield jax.tree.unflatten(tree, [x[t, 0] if is_key(x) else np.asarray(x[t, 0]) for x in leaves])
 
 
-def _rate(what: str, value: Any) -> float:
+def _check_rate(name: str, value: Any) -> float:
     number = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value  # NumPy or JAX scalar
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < np.inf:
-        raise ValueError(f"{what}={value!r}: use a number of pictures per second above 0")
+        raise ValueError(f"{name}={value!r}: use a number of pictures per second above 0")
     return float(number)
 
 
-def _drawn(env: Any, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
+def _draw_states(env: Environment, draw: Callable[[Any], Any], states: Sequence[Any]) -> np.ndarray:
     try:
-        return _checked(env, [draw(state) for state in states])
+        return _stack_pictures(env, [draw(state) for state in states])
     except Exception as error:
         error.add_note(f"raised while {env_name(env)} was drawn for a video")
         raise
 
 
-def _checked(env: Any, pictures: Sequence[Any]) -> np.ndarray:
+def _stack_pictures(env: Environment, pictures: Sequence[Any]) -> np.ndarray:
     arrays = [np.asarray(x) for x in pictures]
     shapes = {(x.shape, x.dtype.name) for x in arrays}
-    (shape, dtype), *others = sorted(shapes)
+    (shape, dtype), *other_sizes = sorted(shapes)
     if len(shape) != 3 or shape[-1] != 3 or 0 in shape or dtype != "uint8":
         raise ValueError(f"{env_name(env)}.render returned {dtype}{list(shape)}; return an image, uint8[H, W, 3]")
-    if others:
-        raise ValueError(f"{env_name(env)}.render returned images {list(shape)} and {list(others[0][0])}; return one size")
+    if other_sizes:
+        raise ValueError(f"{env_name(env)}.render returned images {list(shape)} and {list(other_sizes[0][0])}; return one size")
     return np.stack(arrays)
 
 
-def _text(video: Video) -> str:
+def _caption_html(video: Video) -> str:
     return html.escape(f"{video.title}. {'; '.join(video.captions)}")
 
 
-def _gif(video: Video) -> bytes:
+def _gif_bytes(video: Video) -> bytes:
     from PIL import Image
 
     pictures = [Image.fromarray(x) for x in np.concatenate(list(video.episodes))]
-    last = np.cumsum([len(x) for x in video.episodes]) - 1
-    each = max(10, round(100 / video.fps) * 10)  # milliseconds; the format counts hundredths of a second
-    durations = [each + 500 * (i in last) for i in range(len(pictures))]
+    last_frames = np.cumsum([len(x) for x in video.episodes]) - 1
+    duration = max(10, round(100 / video.fps) * 10)  # milliseconds; the format counts hundredths of a second
+    durations = [duration + 500 * (i in last_frames) for i in range(len(pictures))]
     stream = io.BytesIO()
     pictures[0].save(stream, "GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
     return stream.getvalue()
@@ -319,11 +321,22 @@ def _write_mp4(video: Video, path: Path) -> None:
     odd = [(0, n % 2) for n in pictures.shape[1:3]]  # the format requires even sizes
     pictures = np.pad(pictures, [(0, 0), *odd, (0, 0)], mode="edge")
     height, width = pictures.shape[1:3]
-    given = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(video.fps), "-i", "-"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *given, "-pix_fmt", "yuv420p", "-f", "mp4", str(path)]
-    ended = subprocess.run(command, input=pictures.tobytes(), capture_output=True, check=False)
-    if ended.returncode:
-        raise OSError(f"ffmpeg could not write the video: {ended.stderr.decode(errors='replace').strip()}")
+    input_options = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(video.fps), "-i", "-"]
+    command = [
+        imageio_ffmpeg.get_ffmpeg_exe(),
+        "-v",
+        "error",
+        "-y",
+        *input_options,
+        "-pix_fmt",
+        "yuv420p",
+        "-f",
+        "mp4",
+        str(path),
+    ]
+    process = subprocess.run(command, input=pictures.tobytes(), capture_output=True, check=False)
+    if process.returncode:
+        raise OSError(f"ffmpeg could not write the video: {process.stderr.decode(errors='replace').strip()}")
 
 
 _PAGE = """<!doctype html>
@@ -345,7 +358,7 @@ show();
 """
 
 
-def _page(video: Video) -> str:
+def _player_page(video: Video) -> str:
     from PIL import Image
 
     encoded, captions = [], []

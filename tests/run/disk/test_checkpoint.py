@@ -185,7 +185,9 @@ def test_a_damaged_checkpoint_is_never_read(damage, name, tmp_path):
 def test_a_failed_save_raises_names_the_checkpoint_and_harms_no_other(tmp_path, monkeypatch):
     x = {"x": jnp.ones(3)}
     (before,) = write(tmp_path, x)
-    monkeypatch.setattr(checkpoint, "_sums", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        checkpoint, "_file_checksums", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     writer = CheckpointWriter(tmp_path, 1)
     writer.save(2, x, (), {}, None)
     with pytest.raises(OSError, match=r"checkpoints/000000000002 cannot be written: .*No space left"):

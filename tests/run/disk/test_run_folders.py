@@ -412,14 +412,14 @@ def test_what_was_saved_in_part_elsewhere_does_not_stay(trained, tmp_path, monke
 @pytest.mark.slow
 def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
     """Scores are 1, 5, 3, 4 and 2; the second one cannot be saved, so the fourth is kept as the best."""
-    sums, calls, scores = checkpoint._sums, itertools.count(1), [1.0, 5.0, 3.0, 4.0, 2.0]
+    sums, calls, scores = checkpoint._file_checksums, itertools.count(1), [1.0, 5.0, 3.0, 4.0, 2.0]
 
     def failing(path):
         if next(calls) == 2:
             raise OSError(28, "No space left on device")
         return sums(path)
 
-    monkeypatch.setattr(checkpoint, "_sums", failing)
+    monkeypatch.setattr(checkpoint, "_file_checksums", failing)
     monkeypatch.setattr("msrl_jax.run.loop.hooks.score", lambda run: scores[run.iteration - 1])
     options = {"eval_episodes": 2, "eval_every": 64, "checkpoint_every": 3 * 64, "keep_checkpoints": 9}
     with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
@@ -429,7 +429,7 @@ def test_a_checkpoint_that_failed_is_not_the_best_so_far(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("full", ["checkpoint._sums", pytest.param("folder.append_rows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("full", ["checkpoint._file_checksums", pytest.param("folder.append_rows", marks=pytest.mark.slow)])
 def test_an_error_that_ends_a_run_does_not_hide_that_it_was_not_saved(full, tmp_path, monkeypatch):
     def no_space(*args):
         raise OSError(28, "No space left on device")
@@ -495,14 +495,14 @@ def test_rows_that_wait_for_a_while_are_in_the_folder_at_the_end(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_that_fails_late_is_followed_by_the_next_one(tmp_path, monkeypatch):
     """A disk that is full for a while: the state at the end is saved in the folder of the run."""
-    sums, calls = checkpoint._sums, itertools.count(1)
+    sums, calls = checkpoint._file_checksums, itertools.count(1)
 
     def failing(path):
         if next(calls) == 2:
             raise OSError(28, "No space left on device")
         return sums(path)
 
-    monkeypatch.setattr(checkpoint, "_sums", failing)
+    monkeypatch.setattr(checkpoint, "_file_checksums", failing)
     with pytest.warns(SaveWarning, match="without a new checkpoint: .*No space left"):
         result = train(
             "ppo", tmp_path / "run", devices=1, iterations=3, chunk=1, eval_episodes=0, checkpoint_every=64, keep_checkpoints=9

@@ -19,7 +19,7 @@ from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.fragments.metrics import Mean
 from msrl_jax.fragments.plan.hlo import COLLECTIVES, module_of
 from msrl_jax.policies import Layout, Placement
-from msrl_jax.run.experiment.agent_transforms import Member
+from msrl_jax.run.experiment.members import Member
 from msrl_jax.run.experiment.pbt import evolve, exploit, explore, read_pbt
 from msrl_jax.run.prepare import make_experiment
 from tests.support.compiled import instructions

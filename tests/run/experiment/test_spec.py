@@ -9,7 +9,7 @@ import pytest
 from msrl_jax import envs
 from msrl_jax.algorithms import PPO
 from msrl_jax.run import Experiment
-from msrl_jax.run.experiment.agent_transforms import RESERVED, numbers_only
+from msrl_jax.run.experiment.check_metrics import RESERVED, check_metrics
 from msrl_jax.run.experiment.plain_data import difference
 from tests.support.random_walk import RandomWalk
 
@@ -54,7 +54,7 @@ LOST = [
 @pytest.mark.parametrize(("metric", "value"), LOST)
 def test_metrics_that_would_be_lost_are_refused(metric, value):
     agent = PPO(num_envs=8, unroll_length=8, hidden_sizes=(4,)).build(RandomWalk())
-    loud = numbers_only(dataclasses.replace(agent, iteration=lambda state, progress: (state, {metric: value})), "own")
+    loud = check_metrics(dataclasses.replace(agent, iteration=lambda state, progress: (state, {metric: value})), "own")
     with pytest.raises((TypeError, ValueError), match=f"'own' reports the metric '{metric}'"):
         loud.iteration(None, None)
 
@@ -72,4 +72,4 @@ def test_metrics_that_would_be_lost_are_refused(metric, value):
 def test_agents_of_wrong_numbers_or_results_are_refused(change, message):
     agent = dataclasses.replace(PPO(num_envs=8, unroll_length=8, hidden_sizes=(4,)).build(RandomWalk()), **change)
     with pytest.raises((TypeError, ValueError), match=message):
-        numbers_only(agent, "own").iteration(None, None)
+        check_metrics(agent, "own").iteration(None, None)

@@ -74,7 +74,7 @@ def sent(copy, tmp_path, monkeypatch):
         for saved in checkpoint.complete_checkpoints(copy):
             seal = json.loads((saved.path / "run.json").read_text())
             seal["progress"]["settings"] = fingerprint(config)
-            (saved.path / "run.json").write_text(json.dumps(seal | {"sum": checkpoint._sum(seal)}))
+            (saved.path / "run.json").write_text(json.dumps(seal | {"sum": checkpoint._seal_checksum(seal)}))
         return copy
 
     yield send

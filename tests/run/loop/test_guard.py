@@ -13,7 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.run import DivergedError
 from msrl_jax.run.evaluation.history import NO_EPISODES, SKIPPED
-from msrl_jax.run.experiment.agent_transforms import Member
+from msrl_jax.run.experiment.members import Member
 from msrl_jax.run.loop.guard import MOST_SKIPPED, Guard, StopOrRollBack, again
 from msrl_jax.run.loop.loop import StopReason
 from msrl_jax.run.loop.watch import non_finite
@@ -185,7 +185,7 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
     run = SimpleNamespace(
         program=program,
         experiment=experiment,
-        most_at_once=1,
+        max_at_once=1,
         deployment={"rollbacks": [{}, {}]},
         seconds={},
         started=0.0,
@@ -193,7 +193,7 @@ def test_a_killed_run_goes_on_as_after_its_last_rollback(monkeypatch):
         iteration=1,
         iterations=1,
     )
-    module._begin(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
+    module._begin_run(run, SimpleNamespace(checkpoint=SimpleNamespace(progress={"rollbacks": 0})))
     wanted = again(state, 2, 0, experiment)
     assert run.run_state.numbers == wanted.numbers == {"learning_rate": 0.25}
     assert run.run_state.inner["key"] == wanted.inner["key"]

@@ -83,7 +83,7 @@ def test_wrappers_and_drawn_parameters_keep_the_pictures(road):
     behavior, state = acting("ppo", inner)
     assert len(film(behavior, state, 1, 0, 1000, None, "cut").episodes[0]) == 4
     behavior, state = acting("ppo", "CartPole-v1")
-    far = behavior.elsewhere("length=uniform:3:4")
+    far = behavior.with_env_params("length=uniform:3:4")
     short, long = (film(b, state, 1, 0, 1, None, "").episodes[0] for b in (behavior, far))
     assert short.shape == long.shape and (short != long).any(), "the pole has another length"
 

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, innermost
 from msrl_jax.agents.transformations import counted, wrapped
-from msrl_jax.run.experiment.agent_transforms import learned, skip_nonfinite, with_learned
+from msrl_jax.run.experiment.members import learned_fields, with_learned_fields
+from msrl_jax.run.experiment.skip_nonfinite import skip_nonfinite
 
 
 class Own(NamedTuple):
@@ -73,7 +74,7 @@ def test_a_skipped_update_changes_no_state_of_a_transformation(bad):
 def test_what_is_learned_is_found_in_every_state_and_put_back():
     agent = summed(summed(climbing(-1)))
     state = agent.init(jax.random.key(0))
-    found = learned(agent, state)
+    found = learned_fields(agent, state)
     assert list(found) == [(0, "total"), (1, "total"), (2, "params")]
-    new = with_learned(state, dict(zip(found, (1.0, 2.0, 3.0), strict=True)))
+    new = with_learned_fields(state, dict(zip(found, (1.0, 2.0, 3.0), strict=True)))
     assert (new.total, new.inner.total, new.inner.inner.params, int(new.inner.inner.steps)) == (1.0, 2.0, 3.0, 0)
