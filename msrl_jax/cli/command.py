@@ -127,7 +127,8 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
     file = config_file.of(argv, has_recipes="recipe" in known)
     file.check_trust(known, flags, trusted="--trust" in argv)
     algos = values_of(argv, "algo") or _algos_of(file, argv, known) or ["ppo"]
-    fields = options.config_options(algos, known, is_swept=command.sweeps) if command.has_fields else []
+    texts = {**file.values, **{flag.replace("-", "_"): values_of(argv, flag) for flag in flags}}
+    fields = options.config_options(algos, known, is_swept=command.sweeps, given=texts) if command.has_fields else []
     groups = {"options": [*known.values()], f"fields of the config of {', '.join(algos)}": fields}
     parser = options.parser_of(prog, command.about, groups)
     found, unknown = parser.parse_known_intermixed_args(argv)

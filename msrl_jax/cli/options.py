@@ -259,13 +259,21 @@ def arguments_of(function: Any) -> dict[str, str]:
     return found
 
 
-def config_options(algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
-    """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
+def config_options(
+    algos: Sequence[str], taken: Collection[str] = (), *, is_swept: bool = False, given: Mapping[str, Any] | None = None
+) -> list[Option]:
+    """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options.
+
+    Imports the options that `given` texts name, because their fields are options too.
+    """
     from msrl_jax import algorithms
     from msrl_jax.configs.fields import choices, kinds
     from msrl_jax.configs.names import all_fields, tunable_fields, value_of
+    from msrl_jax.configs.replacing import import_options
 
     configs = {name: algorithms.get(name) for name in algos}
+    for config in configs.values():
+        import_options(config, given or {})
     known = {name: all_fields(config) for name, config in configs.items()}
     tunable = set.intersection(*(set(tunable_fields(config)) for config in configs.values()))
     first, found = next(iter(known.values())), list[Option]()

@@ -117,6 +117,8 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
         raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
     if is_option(value) and isinstance(value, type):
         raise ValueError(f"{where}={value.__name__} is a class; give an object, such as {value.__name__}()")
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{where}={shown(value)}: give one option, or use msrl.sweep, which tries several")
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
@@ -145,7 +147,7 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
     if given in ("None", "none") and type(None) in parts_of(field.type):
         return None
     known = {kind.option: kind for kind in choices(field)}
-    if own := _own_class(where, given, field):
+    if own := own_class(where, given, field):
         given = str(given).partition(":")[2]
     names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(given))]
     if len(names) > 1 and known.keys() >= {*names}:
@@ -168,7 +170,7 @@ def read_option(where: str, given: str | Call, field: dataclasses.Field[Any]) ->
         return kind(*call.args, **call.kwargs)
 
 
-def _own_class(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
+def own_class(where: str, given: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Imports the class in `MODULE:CLASS` or `MODULE:CLASS(field=value,...)`; None if the text is not of this form."""
     found = OWN_CALL.fullmatch(given.strip()) if isinstance(given, str) else None
     protocols = [kind.__name__ for kind in parts_of(field.type) if kind in OPTIONS]

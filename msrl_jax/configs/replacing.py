@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from msrl_jax.configs.choices import located, read
+from msrl_jax.configs.choices import located, own_class, read
 from msrl_jax.configs.fields import choices, is_option
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.naming import is_path
+from msrl_jax.fragments.support.text_values import parts_of, split_specs
 
 T = TypeVar("T")
 
@@ -17,6 +19,26 @@ def with_options(config: Any) -> list[Any]:
     """Returns a config and the options in it."""
     held = [getattr(config, f.name) for f in dataclasses.fields(config)]
     return [config, *(part for each in held if is_option(each) for part in with_options(each))]
+
+
+def with_given_options(config: T, given: Mapping[str, Any]) -> T:
+    """Replaces the options of a config by those among given values of its fields, without checking the config."""
+    fields, kind = all_fields(type(config)), type(config).__name__
+    chosen = {n: x for n, x in given.items() if n in fields and choices(fields[n])}
+    return with_traced(config, {n: read(f"{kind}.{n}", x, fields[n]) for n, x in chosen.items()})
+
+
+def import_options(kind: type, given: Mapping[str, Any]) -> None:
+    """Imports the options that texts name as MODULE:CLASS, so that their fields are fields of the config.
+
+    A value may be several: a list, or texts between commas.
+    """
+    for name, f in all_fields(kind).items():
+        value = given.get(name)
+        for each in value if isinstance(value, list | tuple) else [value]:
+            for text in split_specs(each) if isinstance(each, str) else ():
+                if Any not in parts_of(f.type) or not is_path(text):  # that may be another object
+                    own_class(f"{kind.__name__}.{name}", text, f)
 
 
 def with_traced(config: T, values: Mapping[str, Any]) -> T:
