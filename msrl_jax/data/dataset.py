@@ -91,6 +91,8 @@ class Dataset:
     valid: Any = None
 
     def __post_init__(self):
+        if masked := [name for name, x in self.columns.items() if isinstance(x, np.ma.MaskedArray)]:
+            raise ValueError(f"{masked[0]} of a data set is a masked array; remove the masked rows, or use its filled(value)")
         arrays = {name: np.asarray(x) for name, x in self.columns.items()}
         first, *others = [name for name in arrays if top_fields([name]) == {"obs": None}]
         successors = [name for name in arrays if top_fields([name]) == {"next_obs": None}]

@@ -138,6 +138,9 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     if not config.validation_fraction:
         training, held = make(dataset, config.batch_size)
         return Source(training, None, Data(held, ()))
+    if len(dataset.episodes[0]) < 2:
+        fact = f"validation_fraction={config.validation_fraction:g} holds episodes out, but the data set has a single one"
+        raise ValueError(f"{fact}; use validation_fraction=0, or collect more episodes")
     learned, held_out = dataset.split(config.validation_fraction)
     training, held = make(learned, config.batch_size)
     if len(held_out) < shards:
