@@ -135,7 +135,8 @@ def parse(prog: str, command: Command, argv: Sequence[str]) -> Parsed:
     file = config_file.from_arguments(argv, has_recipes="recipe" in options_by_name)
     file.check_trust(options_by_name, flags, trusted="--trust" in argv)
     algos = values_of(argv, "algo") or _algos_of(file, argv, options_by_name) or ["ppo"]
-    fields = options.config_options(algos, options_by_name, is_swept=command.sweeps) if command.has_fields else []
+    texts = {**file.values, **{flag.replace("-", "_"): values_of(argv, flag) for flag in flags}}
+    fields = options.config_options(algos, options_by_name, is_swept=command.sweeps, texts=texts) if command.has_fields else []
     groups = {"options": [*options_by_name.values()], f"fields of the config of {', '.join(algos)}": fields}
     parser = options.parser_of(prog, command.about, groups)
     parsed, unknown_words = parser.parse_known_intermixed_args(argv)

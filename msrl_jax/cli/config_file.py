@@ -119,6 +119,10 @@ def read(name: str) -> ConfigFile:
         fact, _, place = str(error).partition(" (at ")
         number = int(match[1]) if (match := re.match(r"line (\d+)", place)) else len(rows)
         key = keys[number - 1] if number else None
+        others = [other for other in lines if key and (f"{other}.".startswith(f"{key}.") or key.startswith(f"{other}."))]
+        if fact == "Cannot overwrite a value" and key and lines[key] == number and len(others) > 1:
+            head, inner = min(others, key=len), max(others, key=len)
+            raise UsageError(f'{name}, line {number}: {head} has a value and parts; write "{inner}" = ..., in quotes') from None
         if fact == "Cannot overwrite a value" and key:
             raise _duplicate_error(name, key, number, lines) from None
         raise UsageError(f"{name}, line {number}: bad TOML ({fact}); write key = value, with text in double quotes") from None

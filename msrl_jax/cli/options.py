@@ -263,13 +263,21 @@ def arguments_of(function: Any) -> dict[str, str]:
     return docs
 
 
-def config_options(algos: Sequence[str], excluded: Collection[str] = (), *, is_swept: bool = False) -> list[Option]:
-    """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options."""
+def config_options(
+    algos: Sequence[str], excluded: Collection[str] = (), *, is_swept: bool = False, texts: Mapping[str, Any] | None = None
+) -> list[Option]:
+    """Returns the fields that the configs of all these algorithms have, with the defaults of the first, as options.
+
+    Imports the options that `texts`, values of fields, name; their fields are options of the command, too.
+    """
     from msrl_jax import algorithms
     from msrl_jax.configs.fields import choices, kinds
     from msrl_jax.configs.names import all_fields, tunable_fields, value_of
+    from msrl_jax.configs.replacing import import_options
 
     configs = {name: algorithms.get(name) for name in algos}
+    for config in configs.values():
+        import_options(config, texts or {})
     fields_by_algo = {name: all_fields(config) for name, config in configs.items()}
     tunable = set.intersection(*(set(tunable_fields(config)) for config in configs.values()))
     first_fields, options = next(iter(fields_by_algo.values())), list[Option]()

@@ -118,6 +118,8 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
         raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
     if is_option(value) and isinstance(value, type):
         raise ValueError(f"{where}={value.__name__} is a class; give an object, such as {value.__name__}()")
+    if isinstance(value, list | tuple):
+        raise ValueError(f"{where}={shown(value)}: give one option, or use msrl.sweep, which tries several")
     raise ValueError(f"{where}={shown(value)}: use {_names(field)}")
 
 
@@ -146,7 +148,7 @@ def read_option(where: str, value: str | Call, field: dataclasses.Field[Any]) ->
     if value in ("None", "none") and type(None) in parts_of(field.type):
         return None
     options = {kind.option: kind for kind in choices(field)}
-    if custom_class := _import_custom_class(where, value, field):
+    if custom_class := import_custom_class(where, value, field):
         value = str(value).partition(":")[2]
     names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(value))]
     if len(names) > 1 and options.keys() >= {*names}:
@@ -169,7 +171,7 @@ def read_option(where: str, value: str | Call, field: dataclasses.Field[Any]) ->
         return kind(*call.args, **call.kwargs)
 
 
-def _import_custom_class(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
+def import_custom_class(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Imports the class in `MODULE:CLASS` or `MODULE:CLASS(field=value,...)`; None if the text is not of this form."""
     match = OWN_CALL.fullmatch(value.strip()) if isinstance(value, str) else None
     protocols = [kind.__name__ for kind in parts_of(field.type) if kind in OPTIONS]

@@ -5,10 +5,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from msrl_jax.configs.choices import located, read
+from msrl_jax.configs.choices import import_custom_class, located, read
 from msrl_jax.configs.fields import Config, choices, is_option
 from msrl_jax.configs.names import all_fields
 from msrl_jax.fragments.support.checks import shown
+from msrl_jax.fragments.support.naming import is_path
+from msrl_jax.fragments.support.text_values import parts_of, split_specs
 
 T = TypeVar("T")
 
@@ -17,6 +19,26 @@ def with_options(config: Config) -> list[Any]:
     """Returns a config and the options in it."""
     values = [getattr(config, f.name) for f in dataclasses.fields(config)]
     return [config, *(option for value in values if is_option(value) for option in with_options(value))]
+
+
+def replace_options(config: T, values: Mapping[str, Any]) -> T:
+    """Replaces the options of a config by those among some values of its fields, without checking the config."""
+    fields, kind = all_fields(type(config)), type(config).__name__
+    options = {name: value for name, value in values.items() if name in fields and choices(fields[name])}
+    return with_traced(config, {name: read(f"{kind}.{name}", value, fields[name]) for name, value in options.items()})
+
+
+def import_options(kind: type, values: Mapping[str, Any]) -> None:
+    """Imports the options that texts name as MODULE:CLASS, so that their fields are fields of the config.
+
+    A value may be several: a list, or texts between commas.
+    """
+    for name, field in all_fields(kind).items():
+        value = values.get(name)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            for text in split_specs(one) if isinstance(one, str) else ():
+                if Any not in parts_of(field.type) or not is_path(text):  # that may be another object
+                    import_custom_class(f"{kind.__name__}.{name}", text, field)
 
 
 def with_traced(config: T, values: Mapping[str, Any]) -> T:

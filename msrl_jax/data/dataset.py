@@ -92,6 +92,8 @@ class Dataset:
     valid: Any = None
 
     def __post_init__(self):
+        if masked := [name for name, array in self.columns.items() if isinstance(array, np.ma.MaskedArray)]:
+            raise ValueError(f"{masked[0]} of a data set is a masked array; remove the masked rows, or use its filled(value)")
         arrays = {name: np.asarray(array) for name, array in self.columns.items()}
         first_path, *other_paths = [name for name in arrays if top_fields([name]) == {"obs": None}]
         successors = [name for name in arrays if top_fields([name]) == {"next_obs": None}]

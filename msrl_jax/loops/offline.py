@@ -135,10 +135,14 @@ def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize
     def make(dataset: Dataset, batch_size: int) -> tuple[ReplayBuffer, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
-    training_set, validation_set = dataset.split(config.validation_fraction) if config.validation_fraction else (dataset, None)
-    training, training_state = make(training_set, config.batch_size)
-    if validation_set is None:
+    if not config.validation_fraction:
+        training, training_state = make(dataset, config.batch_size)
         return Source(training, None, Data(training_state, ()))
+    if len(dataset.episodes[0]) < 2:
+        fact = f"validation_fraction={config.validation_fraction:g} holds episodes out, but the data set has a single one"
+        raise ValueError(f"{fact}; use validation_fraction=0, or collect more episodes")
+    training_set, validation_set = dataset.split(config.validation_fraction)
+    training, training_state = make(training_set, config.batch_size)
     if len(validation_set) < shards:
         raise ValueError(
             f"validation_fraction={config.validation_fraction:g} holds {len(validation_set)} of {len(dataset)} rows out, fewer "

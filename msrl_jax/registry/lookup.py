@@ -9,7 +9,7 @@ import jax
 from msrl_jax import envs
 from msrl_jax.configs.config import DECLARED
 from msrl_jax.configs.names import all_fields
-from msrl_jax.configs.replacing import with_values
+from msrl_jax.configs.replacing import import_options, with_values
 from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.envs.privileged import has_privileged
 from msrl_jax.fragments.support import checks, naming
@@ -78,6 +78,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
       ValueError: if the algorithm or a field is unknown (the message suggests the nearest one), or a value is invalid.
     """
     base = as_config(algorithm)
+    import_options(type(base), overrides)
     kind, field_names = type(base), list(all_fields(type(base)))
     for name in overrides:
         if name not in field_names:

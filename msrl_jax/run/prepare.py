@@ -13,6 +13,7 @@ import numpy as np
 from msrl_jax import algorithms, data
 from msrl_jax._files import as_path
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
+from msrl_jax.configs.replacing import import_options
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.support.checks import check_seed, shown, whole
 from msrl_jax.registry import code_names
@@ -40,6 +41,7 @@ def make_experiment(algo: Any = None, env: str | Environment | None = None, **ar
     experiment_arguments: dict[str, Any] = {name: arguments.pop(name) for name in ARGUMENTS if name in arguments}
     experiment_arguments |= {} if env is None else {"env": env}
     base = as_config("ppo" if algo is None else algo)
+    import_options(type(base), arguments)
     if experiment_arguments.get("pbt") is not None:
         experiment_arguments["pbt"] = pbt = read_pbt(experiment_arguments["pbt"])
         if (seeds := whole("seeds", experiment_arguments.get("seeds", 1))) > 1:

@@ -14,6 +14,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax.agents.schedules import is_adaptive, is_ramp
 from msrl_jax.configs.names import all_fields
+from msrl_jax.configs.replacing import import_options
 from msrl_jax.envs.param_distributions import ParamDistribution, choice, is_value, parse_param
 from msrl_jax.fragments.support import naming
 from msrl_jax.fragments.support.checks import suggestion, whole
@@ -66,6 +67,7 @@ class Axis:
 
 def read_axes(kind: type, fields: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
     """Splits the given fields of a config into swept fields and constants; raises ValueError if a value is invalid."""
+    import_options(kind, fields)
     hints = {name: f.type for name, f in all_fields(kind).items()}
     if unknown_fields := fields.keys() - hints.keys():
         algorithms.make(kind, {min(unknown_fields): None})  # raises an error that suggests the nearest field

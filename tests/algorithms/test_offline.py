@@ -348,6 +348,12 @@ def test_a_run_comes_back_without_its_data(alone, tmp_path):
         ("bc", True, {"validation_fraction": 1.0}, "validation_fraction=1.0: use a finite number at least 0 and below 1"),
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
         ("bc", True, {"shards": 128}, r"holds 64 of 640 rows out, fewer than one in each of shards=128; use a larger"),
+        (
+            "bc",
+            True,
+            {"data": noise(RandomWalk(True)).select(slice(0, 2))},
+            "validation_fraction=0.1 .*; use validation_fraction=0",
+        ),
         ("bc", True, {"data": noise(RandomWalk(False))}, "action of the data set has shape"),
         ("bc", True, {"data": "there/is/none.npz"}, "does not exist; write one"),
     ],

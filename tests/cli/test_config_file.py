@@ -157,6 +157,8 @@ MISTAKES = [
     ("[ppo]\nlearning_rate = 1", "line 2: unknown key 'ppo.learning_rate'"),
     ("seed.x = 1", "line 1: unknown key 'seed.x'"),
     ('algo = "dqn"\nexploration.base = 2', "line 2: DQN.exploration.base=2: exploration is annealed, which has no base"),
+    ('target = "greedy"\ntarget.scale = 1', 'line 2: target has a value and parts; write "target.scale" = ..., in quotes'),
+    ('target.scale = 1\ntarget = "greedy"', 'line 2: target has a value and parts; write "target.scale" = ..., in quotes'),
     ('algo = "dqn"\nreplay.n_step = 0', "line 2: DQN.replay.n_step=0: use an integer of at least 1"),
     ("seed = [1, 2]", "line 1: seed takes one value; [1, 2] is an array; give one value; msrl-jax sweep"),
     ("hidden_sizes = []", "line 1: hidden_sizes is an empty array"),

@@ -12,6 +12,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
+from msrl_jax.cli.command import parse
+from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.configs.choices import option, text
 from msrl_jax.configs.classes import class_of_fields
 from msrl_jax.configs.fields import OPTIONS as DECLARED
@@ -23,6 +25,7 @@ from msrl_jax.fragments.support.text_values import Call, read_call
 from msrl_jax.losses.q_targets import QTarget
 from msrl_jax.run.experiment.plain_data import RunFolderError
 from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search.space import read_axes
 from tests.support.random_walk import RandomWalk
 
@@ -101,6 +104,7 @@ def test_an_option_is_the_same_by_its_text(value):
         ({"exploration": "per_env:1,2"}, r"DQN\.exploration: per_env takes base=0.4$"),
         ({"exploration": "per_env:("}, r"DQN\.exploration: cannot read 'per_env:\('"),
         ({"exploration": None}, r"DQN\.exploration=None: use one of annealed, per_env"),
+        ({"exploration": ["per_env", "annealed"]}, r"DQN\.exploration=\['per_env'.*: give one option, or use msrl.sweep"),
         ({"exploration": PerEnv}, r"DQN\.exploration=PerEnv is a class; give an object, such as PerEnv\(\)"),
         ({"replay": "replay:priorities=prioritized(3,beta=2)"}, r"DQN\.replay\.priorities\.beta=2: use .* at most 1"),
         ({"replay.priorities": "prioritised"}, r"DQN\.replay\.priorities='prioritised': use one of prioritized, None \(did"),
@@ -327,6 +331,16 @@ def test_a_custom_option_is_saved_by_the_name_of_its_class(tmp_path, monkeypatch
             make("dqn", {"target": f"my_targets:{name}()"})
     method = "next_outputs_and_reward"
     facts = {"__doc__": "Own.", "__module__": "__main__", method: getattr(sys.modules["my_targets"].Mixed, method)}
+    dotted = {"target": "my_targets:Mixed", "target.share": [0.3, 0.2]}
+    words = ["--algo", "dqn", "--target", "my_targets:Mixed", "--target.share", "0.3,0.2"]
+    for read in (
+        lambda: make_experiment("dqn", **dotted).settings["target.share"],
+        lambda: make("dqn", dotted | {"target.share": 0.3}).target.share,
+        lambda: read_axes(DQN, dotted)[0][0].values.numbers,
+        lambda: parse("msrl-jax train", COMMANDS["train"], words).given["target.share"],
+    ):
+        in_a_new_process()
+        assert read() in ((0.3, 0.2), 0.3)  # fields of a class that nothing had imported
     own = type("Own", (), facts)
     saved = Experiment(algorithm=make("dqn", {"target": option(of=QTarget)(own)()})).to_json()
     with pytest.raises(RunFolderError, match=r"has a target object \(Own\(\)\); pass it again"):

@@ -41,6 +41,11 @@ def test_a_split_is_by_whole_episodes(walk):
         walk.select(slice(0, 3)).split(0.5)
 
 
+def test_masked_arrays_are_refused(walk):
+    with pytest.raises(ValueError, match="reward of a data set is a masked array; remove the masked rows"):
+        dataclasses.replace(walk, reward=np.ma.masked_array(walk.reward, mask=True))
+
+
 def test_npz_gives_back_the_same(walk, tmp_path):
     path = data.save(walk, tmp_path / "some" / "walk.npz")
     same(data.load(str(path)), walk)

@@ -57,6 +57,14 @@ def test_an_array_of_a_dtype_that_jax_lacks_is_refused_with_the_remedy(dtype):
         msrl.compile(iteration, state, policy=policies.GPUOnly(), axes=AXES)
 
 
+def test_a_masked_array_is_refused_with_the_remedy():
+    x = np.ma.masked_array(np.zeros(8, np.float32), mask=True)
+    with pytest.raises(ValueError, match=r"state\['x'\] is a masked array, which JAX does not have; use its filled"):
+        msrl.compile(iteration, init() | {"x": x}, policy=policies.GPUOnly(), axes=AXES)
+    with pytest.raises(TypeError, match="argument x is a masked array, which JAX does not have; use its filled"):
+        msrl.fragment(role="actor")(lambda x: x)(x)
+
+
 @BOTH
 def test_disabled_jit_is_refused(policy):
     program = compiled(policy)

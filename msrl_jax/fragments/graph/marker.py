@@ -277,6 +277,8 @@ def _fault(x: Any) -> str | None:
     except TypeError:
         kind = type(x).__name__ + (f" of {x.dtype}" if hasattr(x, "dtype") else "")
         return f"{kind}, not an array; close over it, or name its argument in static_argnames"
+    except ValueError:
+        return "masked array, which JAX does not have; use its filled(value)"
     return "mutable reference; pass its value ref[...] and return the next" if isinstance(aval, AbstractRef) else None
 
 

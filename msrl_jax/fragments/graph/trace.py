@@ -39,6 +39,8 @@ def leaf_aval(leaf: object, name: str) -> jax.ShapeDtypeStruct:
             f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state must be an array: "
             "close over Python objects in the iteration, or convert numbers with jnp.asarray"
         ) from None
+    except ValueError:
+        raise ValueError(f"{name} is a masked array, which JAX does not have; use its filled(value)") from None
     except OverflowError as error:
         raise OverflowError(f"{name}: {error}; use a smaller number, or jax_enable_x64") from None
     if not isinstance(aval, ShapedArray):

@@ -18,6 +18,7 @@ from msrl_jax import algorithms
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.agents.transformations import Counted
 from msrl_jax.configs.names import all_fields, tunable_fields
+from msrl_jax.configs.replacing import replace_options
 from msrl_jax.envs import param_distributions
 from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.param_distributions import ParamDistribution, ParamRamp
@@ -94,11 +95,12 @@ class PBT:
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
         """Checks the search against a config."""
-        kind, tunable = type(base).__name__, tunable_fields(base)
+        kind, chosen = type(base).__name__, replace_options(base, overrides)
+        tunable = tunable_fields(chosen)
         for name in self.search:
             if name not in tunable:
                 fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
-                if name in all_fields(base):
+                if name in all_fields(chosen):
                     fact = f"{name} of {kind} changes the shapes or control flow of the program"
                 elif name in all_fields(type(base)):
                     fact = f"{name} belongs to an option that this {kind} does not use"

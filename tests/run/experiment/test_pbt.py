@@ -278,6 +278,14 @@ def test_runs_that_are_refused_before_anything_compiles(env, options, message):
         msrl.train("ppo", env, total_steps=STEPS, progress=False, **options)
 
 
+def test_the_search_is_over_numbers_of_the_chosen_options():
+    asked = {"exploration": "per_env", "pbt": searching(**{"exploration.base": "uniform:0.1:0.2"})["pbt"] | {"members": 2}}
+    values = make_experiment("dqn", **asked).settings["exploration.base"]
+    assert len(values) == 2 and all(0.1 <= x <= 0.2 for x in values)
+    with pytest.raises(ValueError, match="belongs to an option that this DQN does not use"):
+        make_experiment("dqn", **asked | {"exploration": "annealed"})
+
+
 def test_text_says_the_same():
     text = "members=8,every=2,fraction=0.25,learning_rate=log_uniform:1e-5:1e-2,exploit=tournament,entropy_coef=uniform:0:0.1"
     assert read_pbt(text) == dataclasses.replace(EIGHT, exploit="tournament")
