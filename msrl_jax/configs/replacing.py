@@ -15,13 +15,13 @@ from msrl_jax.fragments.support.text_values import parts_of, split_specs
 T = TypeVar("T")
 
 
-def with_options(config: Config) -> list[Any]:
+def config_and_options(config: Config) -> list[Any]:
     """Returns a config and the options in it."""
     values = [getattr(config, f.name) for f in dataclasses.fields(config)]
-    return [config, *(option for value in values if is_option(value) for option in with_options(value))]
+    return [config, *(option for value in values if is_option(value) for option in config_and_options(value))]
 
 
-def replace_options(config: T, values: Mapping[str, Any]) -> T:
+def replace_options(config: Config, values: Mapping[str, Any]) -> Config:
     """Replaces the options of a config by those among some values of its fields, without checking the config."""
     fields, kind = all_fields(type(config)), type(config).__name__
     options = {name: value for name, value in values.items() if name in fields and choices(fields[name])}

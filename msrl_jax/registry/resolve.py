@@ -26,7 +26,7 @@ from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.fields import Config
 from msrl_jax.configs.names import all_fields, value_of
-from msrl_jax.configs.replacing import with_options, with_traced
+from msrl_jax.configs.replacing import config_and_options, with_traced
 from msrl_jax.envs import Environment, MultiAgentEnvironment
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
@@ -102,7 +102,7 @@ def check(config: Config) -> dict[str, schedules.ScheduleFunction]:
     defaults = {name: f.default for name, f in all_fields(config).items() if name in functions}
     for progress in (0.0, 1.0) if functions else ():  # only ramps: functions are not called when fields are compared
         ramps = {n: schedules.at(x, progress) for n, x in functions.items() if isinstance(x, schedules.RampSchedule)}
-        for part in with_options(with_traced(config, defaults | ramps)):
+        for part in config_and_options(with_traced(config, defaults | ramps)):
             check_together(part)
     return functions
 
