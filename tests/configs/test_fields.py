@@ -337,7 +337,7 @@ def test_a_custom_option_is_saved_by_the_name_of_its_class(tmp_path, monkeypatch
         lambda: make_experiment("dqn", **dotted).settings["target.share"],
         lambda: make("dqn", dotted | {"target.share": 0.3}).target.share,
         lambda: read_axes(DQN, dotted)[0][0].values.numbers,
-        lambda: parse("msrl-jax train", COMMANDS["train"], words).given["target.share"],
+        lambda: parse("msrl-jax train", COMMANDS["train"], words).values["target.share"],
     ):
         in_a_new_process()
         assert read() in ((0.3, 0.2), 0.3)  # fields of a class that nothing had imported
