@@ -1,6 +1,8 @@
-"""Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
+"""Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), extensions of Rainbow, and Ape-X.
 
-Later extensions are IQN (Dabney et al., 2018, arXiv 1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430). In the
+Noisy networks are the one extension of Rainbow that is missing. Later extensions are IQN (Dabney et al., 2018, arXiv 1806.06923)
+and M-DQN (Vieillard et al., 2020, arXiv 2007.14430). Two objects adapt the loss to options: `prediction` is what the network
+predicts of a return (`losses/predictions.py`), and `self.target` computes targets (`losses/q_targets.py`). In the
 shape descriptions, `B` is `batch_size`, `A` is the number of actions and `N` is the number of outputs per action: one value, or
 the atoms or quantiles of a distribution.
 """
@@ -49,7 +51,7 @@ from msrl_jax.replay import NStep, Transition
 
 @config("dqn", actions=("discrete",))
 class DQN:
-    """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
+    """Deep Q-learning, with extensions of Rainbow; for discrete actions. Double Q-learning is on by default.
 
     The defaults are for small tasks on a CPU: many environments, large batches, Adam and a target network that follows
     slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied.

@@ -5,7 +5,7 @@ first.
 
 Four objects adapt the losses to actions and options: `heads` makes the policy and critics of continuous or discrete actions
 (`networks/continuous_policies.py`, `networks/discrete_policies.py`); `windows` are single steps, or sequences for a core
-(`loops/windows.py`, `loops/core_windows.py`); `predicted` is what critics predict of a return (`losses/predictions.py`); and
+(`loops/windows.py`, `loops/core_windows.py`); `prediction` is what critics predict of a return (`losses/predictions.py`); and
 `self.target` says which critics value next steps (`losses/critic_targets.py`).
 """
 
@@ -55,7 +55,8 @@ from msrl_jax.replay import Transition
 class SAC:
     """Soft actor-critic; for actions that are discrete or bounded floats.
 
-    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate.
+    Discount, batch size, `tau` and networks are the papers'. Other defaults are for small tasks: 16 environments, a buffer of
+    200,000 steps, 1/2 update per step and a larger learning rate.
     """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")

@@ -59,7 +59,8 @@ from msrl_jax.replay import Transition
 class TD3:
     """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 
-    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate.
+    Discount, batch size, `tau`, noises and networks are those of the authors' code. Other defaults are for small tasks: 16
+    environments, a buffer of 200,000 steps, 1/4 update per step and a larger learning rate.
     """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")

@@ -62,7 +62,7 @@ class Halves:
         return tuple(self.schedule.inputs[i][0].aval for i in self.published)
 
     def act(self, private: Sequence[jax.Array], published: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the actors' half: returns their next leaves and the arrays to send."""
+        """Runs the actors' half; returns their next leaves and the arrays to send."""
         values = self._constants()
         for position, x in zip((*self.private, *self.published), (*private, *published), strict=True):
             values.update(dict.fromkeys(self.schedule.inputs[position], x))
@@ -70,7 +70,7 @@ class Halves:
         return [values[self.schedule.outputs[i][0]] for i in self.private], [values[v] for v in self.sent]
 
     def learn(self, leaves: Sequence[jax.Array], sent_arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the learner's half: returns all leaves of the next state, with those of actors unchanged, and the metrics."""
+        """Runs the learner's half; returns all leaves of the next state, with those of actors unchanged, and the metrics."""
         values = self._constants() | dict(zip(self.sent, sent_arrays, strict=True))
         for copies, x in zip(self.schedule.inputs, leaves, strict=True):
             values.update(dict.fromkeys(copies, x))

@@ -85,10 +85,7 @@ def split_program(experiment: Experiment, device: Device | None = None) -> Split
         raise refusal(reason, ", or normalize_observations and normalize_rewards")
 
     def loop_refusal(reason: str) -> ValueError:
-        is_splittable = experiment.name in ("impala", "ppo", "a2c")  # but not with every option, such as replay_batches
-        return refusal(
-            reason, f", or train {experiment.name} with its defaults" if is_splittable else ", or train impala, ppo or a2c"
-        )
+        return refusal(reason, ", or train impala, ppo or a2c with their defaults")
 
     device = jax.local_devices()[0] if device is None else device
     program = experiment.compile(Apart(device), [device])

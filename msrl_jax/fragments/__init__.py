@@ -4,18 +4,19 @@ Each layer imports only the ones before it: `support/`, codecs.py, placement.py 
 `runtime/`, `plan/`, program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with
 counters.py, progress.py and metrics.py.
 
-`compile` calls the passes in this order; `lower` runs on first use, and so does `prepare` if there are several programs:
+`compile` calls the passes in this order; `lower` runs on first use, and so does `prepare_for_placement` if there are several programs:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
-    build         graph/build.py           jaxpr, layout -> Graph: nodes at placements, glue, opened loops
+    build_graph   graph/build.py           jaxpr, layout -> Graph: nodes at placements, glue, opened loops
     delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
     partition     passes/partition.py      Graph -> Partition: by placing.py, places of glue and carry; by grouping.py, programs
     pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule      passes/schedule.py       Partition -> Schedule: RunProgram, HostCall, Move, Alloc and Loop instructions; by
                                            stacked_rows.py, those that read or write a row of a stack
     add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
-    prepare       passes/prepare.py        jaxpr of a program -> jaxpr that XLA partitions correctly (repairs.py) and that, for
+    prepare_for_placement
+                  passes/prepare.py        jaxpr of a program -> jaxpr that XLA partitions correctly (repairs.py) and that, for
                                            one accelerator, has fewer kernels (compact.py)
     lower         runtime/lower.py         Schedule -> compiled programs (by compile_program.py) and shardings
 

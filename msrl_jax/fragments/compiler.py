@@ -41,8 +41,8 @@ def compile(
       iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
       state: pytree of arrays, or of `jax.ShapeDtypeStruct` to plan without data.
       policy: where each role runs.
-      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
-        part; None replicates.
+      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member", "shard", "worker")
+        for each part; None replicates.
       groups: number of adjacent entries of a logical axis that stay on one device, such as `{"env": 4}`; 1 by default.
       devices: devices that the policy may use; by default all devices of the default platform, of all processes. The devices
         of several processes are interleaved.
@@ -51,6 +51,7 @@ def compile(
       The program.
 
     Raises:
+      RuntimeError: under `jax.disable_jit`, or inside `jax.set_mesh`.
       TypeError: if a leaf of the state is not an array, or the next state differs from the state; names the leaf.
       ValueError: if the axes do not match the state, the devices do not suit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.

@@ -30,7 +30,7 @@ def normalize_obs(statistics: RunningStatistics | tuple[()], obs: Any) -> Any:
 
 
 def update_statistics(statistics: RunningStatistics, batch: Batch) -> tuple[RunningStatistics, Any]:
-    """Adds a batch of steps or of windows to the statistics; returns them and the standardized observations."""
+    """Adds a batch of steps or of windows to the statistics; returns them and the experience with standardized observations."""
     e = batch.experience
     obs = unmasked(e.obs if e.reward.ndim == 1 else flatten(e.obs))  # all steps of windows
     statistics = select(batch.ready, running.update(statistics, obs), statistics)

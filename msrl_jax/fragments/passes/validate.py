@@ -68,7 +68,7 @@ def check_host_calls(names: Sequence[str], layout: Layout) -> None:
     if len(layout.placements) == 1:
         raise ValueError(
             f"{layout.policy or 'the policy'} makes one program of the whole training loop, but the host has to call {listed} "
-            "between programs; use MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments or Central"
+            "between programs; use a policy with several placements, such as MultiLearner"
         )
     if jax.process_count() > 1:
         raise ValueError(f"the host calls {listed}, which works only in one process, and there are {jax.process_count()}")

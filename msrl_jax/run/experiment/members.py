@@ -122,8 +122,7 @@ def block_size(agent: Agent, num_members: int, layout: Layout) -> int | None:
     On one CPU, blocks stay in its caches, where all members would be read from memory in each update. Several devices divide
     the members. Blocks of buffers and of data would be copied in each iteration.
     """
-    devices = {device for placement in layout.roles.values() for device in placement.devices}
-    is_one_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == "cpu"
     axes = jax.tree.leaves(agent.axes, is_leaf=lambda x: x is None or isinstance(x, P))
     has_buffer = any(SHARD_AXIS in spec for spec in axes if spec is not None)
     if not is_one_cpu or layout.staleness or has_buffer or agent.data:
@@ -163,7 +162,7 @@ def learned_fields(agent: Agent, state: PyTree) -> dict[tuple[int, str], PyTree]
 
 
 def with_learned_fields(state: PyTree, fields: Mapping[tuple[int, str], PyTree], level: int = 0) -> PyTree:
-    """Returns the state with other values for the fields that `learned` found."""
+    """Returns the state with other values for the fields that `learned_fields` found."""
     changes = {name: value for (field_level, name), value in fields.items() if field_level == level}
     if "inner" in state._fields:
         changes["inner"] = with_learned_fields(state.inner, fields, level + 1)
