@@ -90,7 +90,7 @@ def prose(text: str) -> str:
 def algorithm_page(name: str) -> str:
     """What an algorithm is, an example, its fields, and where its curves are."""
     kind = msrl.algorithms.get(name)
-    env = "env" if kind.many_agents else '"Pendulum-v1"' if name in ("sac", "td3", "ddpg") else '"CartPole-v1"'
+    env = "env" if kind.multi_agent else '"Pendulum-v1"' if name in ("sac", "td3", "ddpg") else '"CartPole-v1"'
     data = ", data=dataset" if kind.offline else ""
     public = kind.__module__.rpartition(".")[0].replace("msrl_jax", "msrl")
     lines = [f"# {name}", "", prose(kind.__doc__ or ""), ""]

@@ -12,7 +12,7 @@ from msrl_jax._rooms import added, rooms
 PACKAGE = Path(__file__).parents[1] / "msrl_jax"
 ROOMS = set(rooms())
 """Optional folders, which only `__init__.pyi` names."""
-FLOORS = [
+LAYERS = [
     {"__init__", "__main__"},
     ROOMS,
     {"cli"},
@@ -65,21 +65,21 @@ def resolved(target):
 IMPORTS = {name: imported(name) for name in NAMES}
 
 
-def floor(name):
+def layer(name):
     top = name.split(".")[1]
-    (number,) = (i for i, members in enumerate(FLOORS) if top in members)
+    (number,) = (i for i, members in enumerate(LAYERS) if top in members)
     return number
 
 
 def test_every_module_has_a_floor():
-    assert {name.split(".")[1] for name in NAMES} == set().union(*FLOORS)
+    assert {name.split(".")[1] for name in NAMES} == set().union(*LAYERS)
 
 
 def test_imports_point_down():
     for name in NAMES:
         modules = {module for target in IMPORTS[name] if (module := resolved(target))}
-        up = {m for m in modules if floor(m) <= floor(name) and m.split(".")[1] != name.split(".")[1]}
-        assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
+        up = {m for m in modules if layer(m) <= layer(name) and m.split(".")[1] != name.split(".")[1]}
+        assert not up, f"{name} imports {sorted(up)} of its own layer or from above"
 
 
 def test_the_core_names_neither_a_room_nor_what_rooms_add():
@@ -105,7 +105,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_the_floors_of_the_compiler_import_those_below():
-    floors = [
+    layers = [
         "support",
         "codecs",
         "counters",
@@ -123,7 +123,7 @@ def test_the_floors_of_the_compiler_import_those_below():
     ]
     inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.fragments.")}
     modules = {(name, resolved(target)) for name in inside for target in IMPORTS[name]}
-    assert not {(a, b) for a, b in modules if b in inside and floors.index(inside[a]) < floors.index(inside[b])}
+    assert not {(a, b) for a, b in modules if b in inside and layers.index(inside[a]) < layers.index(inside[b])}
 
 
 def test_the_floors_of_a_run_import_those_below():

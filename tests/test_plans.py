@@ -87,7 +87,7 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 8
 
 
-ACTING = [n for n in names() if not (get(n).many_agents or get(n).offline)]
+ACTING = [n for n in names() if not (get(n).multi_agent or get(n).offline)]
 
 
 @pytest.mark.parametrize("algo", [pytest.param(a, marks=pytest.mark.long if a == "ppo" else pytest.mark.slow) for a in ACTING])

@@ -74,7 +74,7 @@ def test_what_rooms_add_is_there():
 def test_every_algorithm_of_a_room_is_in_its_table(room):
     package = importlib.import_module(f"msrl_jax.{room}")
     modules = [importlib.import_module(found.name) for found in pkgutil.iter_modules(package.__path__, f"msrl_jax.{room}.")]
-    configs = {c for m in modules for c in vars(m).values() if inspect.isclass(c) and "many_agents" in vars(c)}
+    configs = {c for m in modules for c in vars(m).values() if inspect.isclass(c) and "multi_agent" in vars(c)}
     own = {c.name for c in configs if c.__module__.startswith(f"{package.__name__}.")}
     assert own == {name for name, place in added("algorithms").items() if place.startswith(f"{package.__name__}.")}
     assert all(hasattr(package, name) for name in package.__all__)

@@ -48,5 +48,5 @@ def _for_integers() -> str:
 def _for(actions: Actions) -> str:
     """Lists the algorithms for a kind of actions, those of one agent first."""
     configs: dict[str, Any] = {name: config for name, config in sorted(DECLARED.items()) if actions in vars(config)["actions"]}
-    single_agent, multi_agent = ([n for n, c in configs.items() if c.many_agents is many] for many in (False, True))
+    single_agent, multi_agent = ([n for n, c in configs.items() if c.multi_agent is many] for many in (False, True))
     return f"{', '.join(single_agent)} (of several agents: {', '.join(multi_agent)})"

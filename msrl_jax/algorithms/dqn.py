@@ -1,10 +1,10 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), extensions of Rainbow, and Ape-X.
 
-Noisy networks are the one extension of Rainbow that is missing. Later extensions are IQN (Dabney et al., 2018, arXiv 1806.06923)
-and M-DQN (Vieillard et al., 2020, arXiv 2007.14430). Two objects adapt the loss to options: `prediction` is what the network
-predicts of a return (`losses/predictions.py`), and `self.target` computes targets (`losses/q_targets.py`). In the
-shape descriptions, `B` is `batch_size`, `A` is the number of actions and `N` is the number of outputs per action: one value, or
-the atoms or quantiles of a distribution.
+Noisy networks are the one extension of Rainbow that is missing. Later extensions are IQN (Dabney et al., 2018, arXiv
+1806.06923) and M-DQN (Vieillard et al., 2020, arXiv 2007.14430). Two objects adapt the loss to options: `prediction` is what
+the network predicts of a return (`losses/predictions.py`); `self.target` computes targets (`losses/q_targets.py`). In the shape
+descriptions, `B` is `batch_size`, `A` is the number of actions and `N` is the number of outputs per action: one value, or the
+atoms or quantiles of a distribution.
 """
 
 from typing import Any

@@ -76,7 +76,7 @@ class TeamBatch(NamedTuple):
     valid: jax.Array | None  # which steps count; all if None
 
 
-@config("ippo", many_agents=True, actions=ALL_ACTIONS)
+@config("ippo", multi_agent=True, actions=ALL_ACTIONS)
 class IPPO:
     """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
 

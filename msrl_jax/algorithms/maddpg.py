@@ -54,7 +54,7 @@ from msrl_jax.replay import Transition
 from msrl_jax.returns.means import mean
 
 
-@config("maddpg", many_agents=True, actions=("discrete", "bounded"))
+@config("maddpg", multi_agent=True, actions=("discrete", "bounded"))
 class MADDPG:
     """Actors that see their own observations, critics that see everything; for discrete actions and bounded floats."""
 

@@ -62,7 +62,7 @@ ETA = 0.9
 """The share of the largest error in the priority of a window; the rest is the mean (R2D2)."""
 
 
-@config("qmix", many_agents=True, actions=("discrete",))
+@config("qmix", multi_agent=True, actions=("discrete",))
 class QMIX:
     """Q-learning of a team whose joint value rises with the value of every agent; rewards are summed, actions discrete.
 

@@ -37,7 +37,7 @@ _SHARED = ("num_envs", "unroll_length")
 """Fields that all teams share."""
 
 
-@config("teams", many_agents=True)
+@config("teams", multi_agent=True)
 class Teams:
     """Several teams in one environment: `Teams(teams={"adversary": MAPPO(learning_rate=7e-4), "agent": "ippo"})`.
 

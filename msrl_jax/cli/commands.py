@@ -217,7 +217,7 @@ def explain(
         use_cpu_devices(max(1, *map(cpus_of, devices)))
     from msrl_jax import policies
     from msrl_jax.fragments.plan.picture import page_of
-    from msrl_jax.policies.helpers import spec
+    from msrl_jax.policies.helpers import policy_text
     from msrl_jax.report.scaling import format_plans, plans
     from msrl_jax.run.auto_policy import choose_policy, is_auto
     from msrl_jax.run.disk.folder import write_text
@@ -234,7 +234,7 @@ def explain(
     else:
         reasons = [choose_policy(experiment, note=_print_note)] if any(map(is_auto, names)) else []
         candidates = [reasons[0].policy if is_auto(name) else policies.get(name) for name in names]
-        placed = {spec(policy): policy for policy in candidates}.values()
+        placed = {policy_text(policy): policy for policy in candidates}.values()
     compared_plans = [row.plan for row in rows] + [experiment.compile(policy).explain() for policy in placed]
     if out is not None:
         title = f"{experiment.name} on {experiment.env_name}"
@@ -369,7 +369,7 @@ def reproduce(
     recipe_names = recipes.matching(names)
     from msrl_jax.report import pages as pages_of
     from msrl_jax.report import reproduce
-    from msrl_jax.run.loop.hooks import seconds
+    from msrl_jax.run.loop.hooks import parse_duration
 
     folder = recipes.records_folder(records)
     if folder is None:
@@ -384,7 +384,7 @@ def reproduce(
             recipes.record_of(recipes.find(name), folder)
     compared = {name: _can_compare(name, folder, arguments, update=update) for name in recipe_names}
     summaries, code = [], 0
-    deadline = None if time_limit is None else time.monotonic() + seconds("time_limit", time_limit)
+    deadline = None if time_limit is None else time.monotonic() + parse_duration("time_limit", time_limit)
     for name in recipe_names:
         seconds_left = None if deadline is None else max(1e-3, deadline - time.monotonic())
         reproduction = reproduce(name, **arguments | {"compare": compared[name], "out": out / name, "time_limit": seconds_left})

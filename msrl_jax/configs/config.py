@@ -44,7 +44,7 @@ DECLARED: dict[str, type] = {}
 def config(
     name: str,
     *,
-    many_agents: bool | None = False,
+    multi_agent: bool | None = False,
     offline: bool = False,
     privileged: bool = False,
     actions: tuple[Actions, ...] = (),
@@ -56,7 +56,7 @@ def config(
 
     Args:
       name: the name of the algorithm, such as `"ppo"`.
-      many_agents: whether its environments are `MultiAgentEnvironment`s; None if both kinds are supported.
+      multi_agent: whether its environments are `MultiAgentEnvironment`s; None if both kinds are supported.
       offline: whether it is an offline RL algorithm, which takes no environment steps during training.
       privileged: whether its critics see an environment's `privileged_state`; `build` then gets `with_privileged(env)`.
       actions: the kinds of action spaces for which messages of other algorithms recommend it.
@@ -73,7 +73,7 @@ def config(
         _check_class(cls, where)
         cls.build = _check_resolved(cls.build)
         new = class_of_fields(cls, where, kw_only=True)
-        new.name, new.many_agents, new.offline, new.privileged, new.actions = name, many_agents, offline, privileged, actions
+        new.name, new.multi_agent, new.offline, new.privileged, new.actions = name, multi_agent, offline, privileged, actions
         new.declared_in = _place(new)  # found now: the module of a file that fails to run is forgotten
         same_name = [previous for n, previous in DECLARED.items() if n.lower() == name.lower()]
         if any(previous is not None and vars(previous)["declared_in"] != new.declared_in for previous in same_name):
@@ -100,7 +100,7 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
     new: Any = type(name, (), parts | about)
-    attributes = {attribute: getattr(parent, attribute) for attribute in ("many_agents", "offline", "privileged", "actions")}
+    attributes = {attribute: getattr(parent, attribute) for attribute in ("multi_agent", "offline", "privileged", "actions")}
     return config(algorithm, **attributes)(new)
 
 
@@ -108,7 +108,7 @@ def _check_class(cls: type, where: str) -> None:
     """Raises TypeError unless `config` can make the class a config."""
     if not callable(getattr(cls, "build", None)):
         raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
-    if parents := [base.__name__ for base in cls.__mro__[1:] if "many_agents" in vars(base)]:
+    if parents := [base.__name__ for base in cls.__mro__[1:] if "multi_agent" in vars(base)]:
         fact = f"{where} inherits from the config {parents[0]}, and configs are not subclassed"
         raise TypeError(f"{fact}; list its fields, and pass those of {parents[0]} on: {parents[0]}(name=self.name).build(env)")
     if "__post_init__" in vars(cls):

@@ -25,7 +25,7 @@ def replace_options(config: Config, values: Mapping[str, Any]) -> Config:
     """Replaces the options of a config by those among some values of its fields, without checking the config."""
     fields, kind = all_fields(type(config)), type(config).__name__
     options = {name: value for name, value in values.items() if name in fields and choices(fields[name])}
-    return with_traced(config, {name: read(f"{kind}.{name}", value, fields[name]) for name, value in options.items()})
+    return replace_unchecked(config, {name: read(f"{kind}.{name}", value, fields[name]) for name, value in options.items()})
 
 
 def import_options(kind: type, values: Mapping[str, Any]) -> None:
@@ -41,7 +41,7 @@ def import_options(kind: type, values: Mapping[str, Any]) -> None:
                     import_custom_class(f"{kind.__name__}.{name}", text, field)
 
 
-def with_traced(config: T, values: Mapping[str, Any]) -> T:
+def replace_unchecked(config: T, values: Mapping[str, Any]) -> T:
     """Replaces fields of a config with traced numbers, without checks; the numbers must have been checked before."""
 
     def replace(config: T, **values: Any) -> T:

@@ -1,4 +1,4 @@
-"""Elastic actors, an optional package: one process learns, and actors in other processes join and leave during the run.
+"""Elastic actors, an optional room: one process learns, and actors in other processes join and leave during the run.
 
 Each name is imported on first use.
 """

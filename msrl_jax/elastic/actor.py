@@ -17,8 +17,8 @@ from msrl_jax.elastic.wire import Channel, WireError
 from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import versions
-from msrl_jax.run.experiment.spec import Experiment
-from msrl_jax.run.loop.hooks import seconds
+from msrl_jax.run.experiment.experiment import Experiment
+from msrl_jax.run.loop.hooks import parse_duration
 
 _PATIENCE = 5.0  # seconds for a thread to end its current program after Ctrl-C
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between attempts to reach the learner; the last one repeats
@@ -145,7 +145,7 @@ def act(
       RuntimeError: if a run ended with an error.
       ConnectionError: if a learner does not come back in time. With several learners, the other runs are completed first.
     """
-    limit = seconds("wait", wait)
+    limit = parse_duration("wait", wait)
     if not addresses:
         raise ValueError("an actor needs the address of its learner; use HOST:PORT, such as 127.0.0.1:7000")
     for address in addresses:

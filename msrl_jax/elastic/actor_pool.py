@@ -150,7 +150,7 @@ class ActorPool:
 
     def end(self, run: Run) -> None:
         """Tells actors that the run is over, with the error that ended it, if any; if it can be resumed, they wait."""
-        status, reason = run.ending
+        status, reason = run.stop_reason
         if (status == "interrupted" and run.path is not None) or not self._thread.is_alive():
             return
         errors = {"unfinished": reason, "diverged": "it had non-finite values"}

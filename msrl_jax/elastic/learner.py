@@ -16,7 +16,7 @@ from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.passes.placed_policy import check_devices
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.run.auto_policy import is_auto
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
 from msrl_jax.run.loop.loop import Hook
 

@@ -20,8 +20,8 @@ from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.folder import read_rows
 from msrl_jax.run.disk.store import read_description
+from msrl_jax.run.experiment.experiment import Experiment, difference
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.experiment.spec import Experiment, difference
 
 
 @entry

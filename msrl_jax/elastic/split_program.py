@@ -12,7 +12,7 @@ from msrl_jax.elastic.split_iteration import Apart, Halves, split
 from msrl_jax.envs.base import PyTree, is_on_host
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ Each layer imports only the ones before it: `support/`, codecs.py, placement.py 
 `runtime/`, `plan/`, program.py (`Program`), measure.py (the times of a program), compiler.py. Loops count and report with
 counters.py, progress.py and metrics.py.
 
-`compile` calls the passes in this order; `lower` runs on first use, and so does `prepare_for_placement` if there are several programs:
+`compile` calls the passes in this order, but the last two run on first use, `prepare_for_placement` for several programs only:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments

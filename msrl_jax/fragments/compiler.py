@@ -41,8 +41,8 @@ def compile(
       iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
       state: pytree of arrays, or of `jax.ShapeDtypeStruct` to plan without data.
       policy: where each role runs.
-      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member", "shard", "worker")
-        for each part; None replicates.
+      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member", "shard",
+        "worker") for each part; None replicates.
       groups: number of adjacent entries of a logical axis that stay on one device, such as `{"env": 4}`; 1 by default.
       devices: devices that the policy may use; by default all devices of the default platform, of all processes. The devices
         of several processes are interleaved.

@@ -1,4 +1,4 @@
-"""Two-player games, an optional package: search, self-play, matches and ratings. Each name is imported on first use."""
+"""Two-player games, an optional room: search, self-play, matches and ratings. Each name is imported on first use."""
 
 from msrl_jax.fragments.support.lazy import names_of as _names_of
 

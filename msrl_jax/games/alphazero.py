@@ -106,7 +106,7 @@ class Positions:
     shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
 
 
-@config("alphazero", many_agents=True)
+@config("alphazero", multi_agent=True)
 class AlphaZero:
     """Gumbel AlphaZero: a network guides a search and learns from it, in two-player games with perfect information."""
 

@@ -82,7 +82,7 @@ ModelSearch = Callable[[Any, jax.Array, Any], tuple[jax.Array, jax.Array]]
 """`(params, keys [E], obs [E, ...]) -> (actions [E], policies [E, A])`"""
 
 
-@config("muzero", many_agents=None)
+@config("muzero", multi_agent=None)
 class MuZero:
     """Gumbel MuZero: a search in a learned model improves the policy that guides it; for discrete actions and games."""
 

@@ -38,7 +38,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
-from msrl_jax.configs.replacing import with_traced
+from msrl_jax.configs.replacing import replace_unchecked
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.fragments import fragment
@@ -81,7 +81,7 @@ class Players(NamedTuple):
     pool: Pool
 
 
-@config("self_play", many_agents=True)
+@config("self_play", multi_agent=True)
 class SelfPlay:
     """PPO against its own past in two-player games, with one feed-forward network that sees its seat's observations."""
 
@@ -149,7 +149,7 @@ class SelfPlay:
 def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
     """Makes a team of both players: opponent `e % G` plays in environment `e`, in the second seat if `e // G` is even."""
     common = {f.name: getattr(config, f.name) for f in dataclasses.fields(IPPO) if hasattr(config, f.name)}
-    learner = with_traced(IPPO(), common).build_team(venv, 1)
+    learner = replace_unchecked(IPPO(), common).build_team(venv, 1)
     groups = config.num_envs // config.num_opponents
     weighs = config.opponents == "payoff"
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0

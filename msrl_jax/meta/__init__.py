@@ -1,4 +1,4 @@
-"""Meta-RL, an optional package: environments whose episodes consist of several episodes of one task, and small tasks.
+"""Meta-RL, an optional room: environments whose episodes consist of several episodes of one task, and small tasks.
 
 Each name is imported on first use.
 """

@@ -1,4 +1,4 @@
-"""The search for non-finite values, an optional package: finds the origin of the first one in a run, and repeats that step.
+"""The search for non-finite values, an optional room: finds the origin of the first one in a run, and repeats that step.
 
 Each name is imported on first use.
 """

@@ -25,8 +25,8 @@ from msrl_jax.fragments.graph.trace import trace
 from msrl_jax.fragments.support.random_keys import is_key
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.nonfinite.origin import Origin, evaluate_again, find_fragment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.plain_data import to_json
-from msrl_jax.run.experiment.spec import Experiment
 
 FILE = "non_finite.npz"  # in the folder of a run
 _ABOUT, _OPERAND = "about", "operand_"

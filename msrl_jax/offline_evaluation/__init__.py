@@ -1,4 +1,4 @@
-"""Offline policy evaluation, an optional package: the return of a trained agent, estimated from data alone.
+"""Offline policy evaluation, an optional room: the return of a trained agent, estimated from data alone.
 
 Each name is imported on first use.
 """

@@ -23,7 +23,7 @@ def policy_repr(policy: object) -> str:
     return f"{type(policy).__name__}({', '.join(_arguments(policy))})"
 
 
-def spec(policy: object) -> str:
+def policy_text(policy: object) -> str:
     """Returns a policy in command-line syntax, such as `SingleLearnerCoarse:learners=2`; `MODULE:CLASS` for a custom one.
 
     Raises ValueError if the text would lack a parameter, because the policy has no attribute of that name.

@@ -61,7 +61,7 @@ def newest(config: type) -> type:
 def configs(module: ModuleType) -> dict[str, Any]:
     """Returns the configs that a module itself defines, by class name."""
     classes = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
-    return {c.__name__: c for c in classes if "many_agents" in vars(c) and hasattr(c, "build")}
+    return {c.__name__: c for c in classes if "multi_agent" in vars(c) and hasattr(c, "build")}
 
 
 def _module(path: str, text: bytes) -> ModuleType:

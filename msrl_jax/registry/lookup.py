@@ -42,8 +42,8 @@ def get(algorithm: str | type) -> type:
     """
     if _is_config(algorithm):
         assert isinstance(algorithm, type)
-        if "many_agents" not in vars(algorithm):
-            base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
+        if "multi_agent" not in vars(algorithm):
+            base = next(c.__name__ for c in algorithm.__mro__ if "multi_agent" in vars(c))
             raise TypeError(
                 f"{algorithm.__name__} is a subclass of the config {base}, but not a config itself; decorate it with "
                 "algorithms.config, under a new name"
@@ -60,7 +60,7 @@ def get(algorithm: str | type) -> type:
 
 
 def _is_config(value: object) -> bool:
-    return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "many_agents")
+    return isinstance(value, type) and hasattr(value, "build") and hasattr(value, "multi_agent")
 
 
 @entry
@@ -100,7 +100,7 @@ def as_config(algorithm: Any) -> Any:
 
 def _having(name: str, config: Any) -> str:
     """Lists the algorithms for the same actions that have a field, for a message about one that has not."""
-    similar = [c for c in DECLARED.values() if (c.actions, c.many_agents) == (config.actions, config.many_agents)]  # type: ignore[attr-defined]
+    similar = [c for c in DECLARED.values() if (c.actions, c.multi_agent) == (config.actions, config.multi_agent)]  # type: ignore[attr-defined]
     having = sorted(c.name for c in similar if name in all_fields(c))  # type: ignore[attr-defined]
     return f"; {', '.join(having)} have it" if having and config.actions else ""
 
@@ -115,7 +115,7 @@ def check_env(config: Any, env: Any) -> None:
                 f"call this under jax.numpy_{setting}_promotion({default!r})"
             )
     several = envs.has_agents(env)
-    if config.many_agents in (None, several):
+    if config.multi_agent in (None, several):
         if has_privileged(env) and not config.privileged:
             privileged_names = ", ".join(n for n in names() if ALGORITHMS[n].privileged)  # type: ignore[attr-defined]
             alternatives = "the method global_state of environments of several agents" if several else privileged_names
@@ -125,8 +125,8 @@ def check_env(config: Any, env: Any) -> None:
             )
         return
     name = env_name(env)
-    alternatives = [n for n, c in ALGORITHMS.items() if c.many_agents in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
-    if config.many_agents:
+    alternatives = [n for n, c in ALGORITHMS.items() if c.multi_agent in (None, several) and c.offline == config.offline]  # type: ignore[attr-defined]
+    if config.multi_agent:
         fact = f"algorithm {config.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
     else:
         fact = f"algorithm {config.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"

@@ -26,7 +26,7 @@ from msrl_jax.configs.config import OptimizerKind
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.fields import Config
 from msrl_jax.configs.names import all_fields, value_of
-from msrl_jax.configs.replacing import config_and_options, with_traced
+from msrl_jax.configs.replacing import config_and_options, replace_unchecked
 from msrl_jax.envs import Environment, MultiAgentEnvironment
 from msrl_jax.fragments.support import checks, naming
 from msrl_jax.fragments.support.checks import shown
@@ -75,12 +75,12 @@ def objects(config: Config) -> Any:
         resolved["optimizer"] = _custom_optimizer(optimizer) if is_custom_optimizer(optimizer) else _named_optimizer(optimizer)
     if schedules.is_adaptive(rate := getattr(config, "learning_rate", None)):
         resolved["learning_rate"] = schedules.read_kl(rate)
-    return with_traced(config, resolved)
+    return replace_unchecked(config, resolved)
 
 
 def with_numbers_of(config: Any, numbers: Mapping[str, Any]) -> Any:
     """Replaces the schedules of a config with numbers; a scheduled learning rate is not annealed in addition."""
-    return with_traced(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
+    return replace_unchecked(config, dict(numbers) | ({"anneal_learning_rate": False} if "learning_rate" in numbers else {}))
 
 
 def check(config: Config) -> dict[str, schedules.ScheduleFunction]:
@@ -102,7 +102,7 @@ def check(config: Config) -> dict[str, schedules.ScheduleFunction]:
     defaults = {name: f.default for name, f in all_fields(config).items() if name in functions}
     for progress in (0.0, 1.0) if functions else ():  # only ramps: functions are not called when fields are compared
         ramps = {n: schedules.at(x, progress) for n, x in functions.items() if isinstance(x, schedules.RampSchedule)}
-        for part in config_and_options(with_traced(config, defaults | ramps)):
+        for part in config_and_options(replace_unchecked(config, defaults | ramps)):
             check_together(part)
     return functions
 

@@ -17,10 +17,10 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.runtime.cpu_lowering import lower_jitted
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.policies import get as get_policy
-from msrl_jax.policies.helpers import spec
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.run.disk.folder import describe_devices
 from msrl_jax.run.evaluation.history import first_non_finite
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.prepare import make_experiment
 
 _CHUNK_SECONDS = 0.25  # long enough to hide the host's work between chunks, short enough for slow settings
@@ -170,7 +170,7 @@ def measure(
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
     setting = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
-    note(f"compiling {setting}, {spec(policy)} ...")
+    note(f"compiling {setting}, {policy_text(policy)} ...")
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     runners = [program_runner(experiment, program, chunk)]
@@ -182,7 +182,7 @@ def measure(
     about = {
         "algorithm": experiment.name,
         "env": experiment.env_name,
-        "policy": spec(policy),
+        "policy": policy_text(policy),
         "platform": used_devices["platform"],
         "devices": used_devices["count"],
         "num_envs": num_envs,

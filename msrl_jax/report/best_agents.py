@@ -15,7 +15,7 @@ from msrl_jax.fragments.runtime.crossing import key_impl
 from msrl_jax.fragments.support.random_keys import is_key, key_for
 from msrl_jax.report.provenance import origin_of, write_origin
 from msrl_jax.run.evaluation.evaluate import make_evaluator
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop.loop import Run
 from msrl_jax.run.recipes import RecordError
 from msrl_jax.run.result import Result

@@ -22,7 +22,7 @@ from msrl_jax.fragments.plan.hlo import COLLECTIVES, Operation, module_of, opera
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.helpers import spec
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.report.profile_results import PHASES, FragmentTime, Profile
 from msrl_jax.report.provenance import place_of
 from msrl_jax.report.timeline import EXCHANGING, WORKING, Key, Span, activities, divided, record_spans, without_overhead
@@ -82,10 +82,10 @@ def profile(
     program = experiment.compile(resolved_policy, devices)
     used_devices = describe_devices(program.devices)
     title = f"{experiment.name} on {experiment.env_name}, {experiment.steps_per_iteration:,} {experiment.agent.unit} each"
-    note(f"compiling {title}, {spec(resolved_policy)} ...")
+    note(f"compiling {title}, {policy_text(resolved_policy)} ...")
     state = experiment.start(program)
     name = (
-        f"{spec(resolved_policy)} on {used_devices['count']} {used_devices['platform']} "
+        f"{policy_text(resolved_policy)} on {used_devices['count']} {used_devices['platform']} "
         f"device{'s' * (used_devices['count'] > 1)}"
     )
     return profile_program(program, state, title=title, policy=name, iterations=iterations, repeats=repeats, note=note)

@@ -26,9 +26,9 @@ from msrl_jax.report.statistics import FALSE_ALARM, Agreement, agreement, estima
 from msrl_jax.run import recipes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk.store import check_saved
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop.callbacks import ProgressDisplay
-from msrl_jax.run.loop.hooks import seconds as read_seconds
+from msrl_jax.run.loop.hooks import parse_duration
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.run.recipes import Recipe, Record, RecordError
 from msrl_jax.run.result import Result
@@ -211,7 +211,7 @@ def reproduce(
     if compare and folder is None and progress is not False:
         print(recipes.NO_RECORDS, file=sys.stderr)
     recorded = comparable(recipe_file, folder) if compare else None
-    limit = None if time_limit is None else read_seconds("time_limit", time_limit)
+    limit = None if time_limit is None else parse_duration("time_limit", time_limit)
     base = _make_experiment(recipe_file)
     if base.has_members:
         raise ValueError(

@@ -11,7 +11,7 @@ from msrl_jax.fragments.plan.topologies import plan_devices
 from msrl_jax.fragments.runtime.memory import planning_for
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.terminal import table
-from msrl_jax.policies.helpers import spec
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.run.prepare import make_experiment
 
 
@@ -78,7 +78,7 @@ def plans(
             tracing_seconds, plan = program.compile_seconds, program.explain()
         num_envs = getattr(experiment.algorithm, "num_envs", None)
         seconds = tracing_seconds, program.compile_seconds - tracing_seconds
-        scaled.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan, *seconds))
+        scaled.append(Scaled(experiment.name, policy_text(placed), name, count, num_envs, plan, *seconds))
     return scaled
 
 

@@ -33,11 +33,11 @@ class ValueScale(NamedTuple):
         """The root of the mean square, at least 1, so that smaller values are not scaled."""
         return jnp.maximum(self.root, 1.0)
 
-    def updated(self, target: jax.Array, counts: jax.Array | None) -> "ValueScale":
-        """Adds the targets `[T, E]` or `[T, E, A]` in the mask `counts`, all if None; an empty mask changes nothing."""
+    def updated(self, target: jax.Array, valid: jax.Array | None) -> "ValueScale":
+        """Adds the targets `[T, E]` or `[T, E, A]` in the mask `valid`, all if None; an empty mask changes nothing."""
         axes = tuple(range(target.ndim - self.root.ndim))
-        number = target.size // self.root.size if counts is None else counts.sum(axes)
-        old, batch_root = self.root, _root_mean_square(target, counts, number, axes)
+        number = target.size // self.root.size if valid is None else valid.sum(axes)
+        old, batch_root = self.root, _root_mean_square(target, valid, number, axes)
         weight = _DECAY * self.weight + (1 - _DECAY)
         share = (1 - _DECAY) / weight
         # The difference of the squares, divided by the sum of the roots; in halves, which do not overflow.
@@ -45,14 +45,14 @@ class ValueScale(NamedTuple):
         ratio = (batch_root / 2 + old / 2) / jnp.maximum(new_root / 2 + old / 2, jnp.finfo(jnp.float32).tiny)
         root, rest = compensated_sum(old, share * (batch_root - old) * ratio, self.rest)
         new = ValueScale(root, weight, rest)
-        return new if counts is None else ValueScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
+        return new if valid is None else ValueScale(*(jnp.where(number > 0, x, y) for x, y in zip(new, self, strict=True)))
 
 
-def _root_mean_square(x: jax.Array, counts: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
+def _root_mean_square(x: jax.Array, valid: jax.Array | None, number: Any, axes: tuple[int, ...]) -> jax.Array:
     """Computes the root mean square over `axes` of the values in the mask, without overflow of squares. `[]` or `[A]`"""
     square = jnp.square(jnp.stack([x, x * _SMALL]).astype(jnp.float32))  # one sum, so one round of communication
-    if counts is not None:
-        square = jnp.where(counts, square, 0.0)
+    if valid is not None:
+        square = jnp.where(valid, square, 0.0)
     root, small = jnp.sqrt(square.sum(tuple(axis + 1 for axis in axes)) / jnp.maximum(number, 1))
     return jnp.where(jnp.isfinite(root), root, small / _SMALL)
 

@@ -1,4 +1,4 @@
-"""Random network distillation (RND), an optional package: actor-critic algorithms with intrinsic rewards.
+"""Random network distillation (RND), an optional room: actor-critic algorithms with intrinsic rewards.
 
 Each name is imported on first use.
 """

@@ -8,7 +8,7 @@ from msrl_jax.algorithms.a2c import A2C
 from msrl_jax.algorithms.impala import IMPALA
 from msrl_jax.algorithms.ppo import PPO
 from msrl_jax.configs.config import Tunable, config, tunable
-from msrl_jax.configs.replacing import with_traced
+from msrl_jax.configs.replacing import replace_unchecked
 from msrl_jax.envs import Environment
 from msrl_jax.rnd.distillation import exploring
 
@@ -28,7 +28,7 @@ def _explorer(base: Any, name: str) -> type:
 
     def build(self: Any, env: Environment) -> Agent:
         """Builds the agent for one environment; raises the same errors as the other algorithm."""
-        base_config = with_traced(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
+        base_config = replace_unchecked(base(), {f.name: getattr(self, f.name) for f in dataclasses.fields(base)})
         return exploring(base_config.build(env), self)
 
     doc = "weight of the intrinsic advantage. Usual: 0.5."

@@ -8,9 +8,9 @@ from msrl_jax.run.disk.folder import NotSavedError as NotSavedError
 from msrl_jax.run.disk.folder import SaveWarning as SaveWarning
 from msrl_jax.run.disk.store import ResumeWarning as ResumeWarning
 from msrl_jax.run.evaluation.evaluate import Evaluation as Evaluation
+from msrl_jax.run.experiment.experiment import Experiment as Experiment
 from msrl_jax.run.experiment.pbt import PBT as PBT
 from msrl_jax.run.experiment.plain_data import RunFolderError as RunFolderError
-from msrl_jax.run.experiment.spec import Experiment as Experiment
 from msrl_jax.run.loop.callbacks import Callback as Callback
 from msrl_jax.run.loop.callbacks import TensorBoard as TensorBoard
 from msrl_jax.run.loop.callbacks import Tick as Tick

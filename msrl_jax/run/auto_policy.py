@@ -21,8 +21,8 @@ from msrl_jax.fragments.runtime.memory import is_planned
 from msrl_jax.fragments.runtime.timing import Prediction, check_delay
 from msrl_jax.fragments.support.terminal import paragraph, table
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.helpers import spec
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.policies.helpers import policy_text
+from msrl_jax.run.experiment.experiment import Experiment
 
 _CLOSE = 1.1
 """Policies whose predictions are within this factor are not told apart; on a busy machine measurements vary by more."""
@@ -63,9 +63,9 @@ class Choice:
         """Returns the choice as plain data, ready for JSON."""
 
         def row(a: Alternative) -> dict[str, Any]:
-            return dataclasses.asdict(a) | {"policy": spec(a.policy)}
+            return dataclasses.asdict(a) | {"policy": policy_text(a.policy)}
 
-        return {"policy": spec(self.policy), "reason": self.reason, "alternatives": [row(a) for a in self.alternatives]}
+        return {"policy": policy_text(self.policy), "reason": self.reason, "alternatives": [row(a) for a in self.alternatives]}
 
     def __str__(self) -> str:
         """Returns the reason, and a table of the alternatives."""
@@ -82,8 +82,8 @@ class Choice:
                     _format_number(1e3 * p.dispatch),
                     f"{a.compile_seconds:.1f}",
                 ]
-                rows.append([spec(a.policy), *times])
-        refusals = [line for a in self.alternatives if a.refusal for line in paragraph(f"{spec(a.policy)}: {a.refusal}")]
+                rows.append([policy_text(a.policy), *times])
+        refusals = [line for a in self.alternatives if a.refusal for line in paragraph(f"{policy_text(a.policy)}: {a.refusal}")]
         return "\n".join([*paragraph(self.reason), *(table(head, rows) if rows else []), *refusals])
 
 
@@ -126,14 +126,14 @@ def choose_policy(
         raise ValueError('policy="auto" has no candidate; name at least one policy')
     if policies is None and len(jax.devices() if devices is None else devices) == 1:
         usual = registry.get(experiment.usual_policy)
-        return Choice(usual, (Alternative(usual, None),), f"{spec(usual)}: on one device nothing crosses, in one program")
+        return Choice(usual, (Alternative(usual, None),), f"{policy_text(usual)}: one device needs one program")
     alternatives = []
-    for policy in {spec(p): p for p in candidates}.values():
-        note(f"measuring {spec(policy)}")
+    for policy in {policy_text(p): p for p in candidates}.values():
+        note(f"measuring {policy_text(policy)}")
         alternatives.append(_measure(experiment, policy, devices, delay))
     runnable = sorted((a for a in alternatives if a.prediction), key=_predicted_seconds)
     if not runnable:
-        refusals = "; ".join(f"{spec(a.policy)}: {a.refusal}" for a in alternatives)
+        refusals = "; ".join(f"{policy_text(a.policy)}: {a.refusal}" for a in alternatives)
         raise ValueError(f'policy="auto" found no policy that can run this: {refusals}')
     return Choice(
         runnable[0].policy, (*runnable, *(a for a in alternatives if not a.prediction)), _explain_choice(runnable, delay)
@@ -222,11 +222,11 @@ def _explain_choice(runnable: Sequence[Alternative], delay: float) -> str:
     best, *slower = runnable
     best_seconds = _predicted_seconds(best)
     condition = f", if transfers take {1e3 * delay:g} ms longer" if delay else ""
-    text = f"{spec(best.policy)}: {_format_number(1e3 * best_seconds)} ms per iteration{condition}"
+    text = f"{policy_text(best.policy)}: {_format_number(1e3 * best_seconds)} ms per iteration{condition}"
     if slower:
         text += "; " + ", ".join(
-            f"{spec(a.policy)} {_format_number(_predicted_seconds(a) / best_seconds)} times as long" for a in slower
+            f"{policy_text(a.policy)} {_format_number(_predicted_seconds(a) / best_seconds)} times as long" for a in slower
         )
-    if close := [spec(a.policy) for a in slower if _predicted_seconds(a) < _CLOSE * best_seconds]:
+    if close := [policy_text(a.policy) for a in slower if _predicted_seconds(a) < _CLOSE * best_seconds]:
         text += f". A short measurement does not tell it from {' and '.join(close)}"
     return text

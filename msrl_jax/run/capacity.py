@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 
 HEADROOM = 0.8  # fraction of the memory to plan with; the programs for initial states and evaluations need some, too
 

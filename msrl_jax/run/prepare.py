@@ -20,9 +20,9 @@ from msrl_jax.registry import code_names
 from msrl_jax.registry.lookup import as_config
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder, store
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.pbt import read_pbt
 from msrl_jax.run.experiment.plain_data import RunFolderError, difference
-from msrl_jax.run.experiment.spec import Experiment
 
 ARGUMENTS = tuple(
     f.name for f in dataclasses.fields(Experiment) if f.name not in ("algorithm", "env", "settings", "recorded_steps")

@@ -22,9 +22,9 @@ from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk import store
 from msrl_jax.run.evaluation.evaluate import MAX_STEPS, Behavior, Evaluation, make_evaluator
 from msrl_jax.run.evaluation.history import final
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.members import UNRANKED, map_members, state_of_member
 from msrl_jax.run.experiment.pbt import acting_part
-from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.outcome import Outcome
 
 

@@ -27,13 +27,13 @@ from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.naming import check_trust
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.helpers import spec as policy_text
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.run import processes, recipes
 from msrl_jax.run.auto_policy import is_auto, resolve_policy
 from msrl_jax.run.disk import folder, store
 from msrl_jax.run.evaluation.history import stack_rows
+from msrl_jax.run.experiment.experiment import Experiment, GuardPolicy
 from msrl_jax.run.experiment.pbt import GivenPBT
-from msrl_jax.run.experiment.spec import Experiment, GuardPolicy
 from msrl_jax.run.experiment.trust import code_of
 from msrl_jax.run.loop.callbacks import Callback, Callbacks, ProgressDisplay, check_callbacks, choose_display, is_hook
 from msrl_jax.run.loop.execution import EXECUTIONS, Execution, InProcess
@@ -43,10 +43,10 @@ from msrl_jax.run.loop.hooks import (
     Evaluating,
     LostSteps,
     RunFileWriter,
-    interval,
-    recorded,
-    seconds,
+    parse_checkpoint_interval,
+    parse_duration,
     stop_requests,
+    with_recording,
 )
 from msrl_jax.run.loop.loop import ChunkScheduler, Hook, Run, StopReason, finish, loop
 from msrl_jax.run.prepare import check_resumes, make_experiment, open_folder, saved_experiment
@@ -165,9 +165,9 @@ def train(
             "train many runs in one program; algorithms.build(config, env).iteration is the pure function of one iteration"
         )
     # Arguments that do not determine what is computed.
-    limit = None if time_limit is None else seconds("time_limit", time_limit)
+    limit = None if time_limit is None else parse_duration("time_limit", time_limit)
     save_every, callbacks, keep = (
-        interval(checkpoint_every),
+        parse_checkpoint_interval(checkpoint_every),
         check_callbacks(callbacks),
         whole("keep_checkpoints", keep_checkpoints),
     )
@@ -215,7 +215,7 @@ def train(
             resolved_policy = resolve_policy(
                 default_policy if policy is None else policy, experiment, devices, say, lambda: requests.reason(0.0)
             )
-            experiment, recording, max_iterations = recorded(
+            experiment, recording, max_iterations = with_recording(
                 experiment, record, watching["chunk"], policy_text(resolved_policy), saved
             )
             program = stack.enter_context(execution.program(experiment, resolved_policy, devices, path, requests, say))
@@ -249,8 +249,8 @@ def train(
         about = watching | {"record": recording and str(recording.writer.path)}
         deployment = _describe_deployment(program, experiment.agent.unit, resolved_policy, saved) | about
         # The run itself, and its end.
-        pace = ChunkScheduler(max_iterations, fixed=watching["chunk"] is not None)
-        run = Run(experiment, resolved_policy, devices, path, deployment, program, pace, start)
+        chunk_scheduler = ChunkScheduler(max_iterations, fixed=watching["chunk"] is not None)
+        run = Run(experiment, resolved_policy, devices, path, deployment, program, chunk_scheduler, start)
         _begin_run(run, saved)
         errors = _run_loop(run, hooks)
         result = _make_result(run)
@@ -298,7 +298,7 @@ def _run_loop(run: Run, hooks: list[Hook]) -> list[Exception]:
     try:
         loop(run, hooks)
     except (Exception, SystemExit) as error:  # such as an error of a callback
-        run.ending = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
+        run.stop_reason = StopReason("unfinished", " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST])
         lost = [] if processes.is_loss(error) else [*finish(run, hooks), *_save_errors(hooks)]
         for problem in lost:
             text = f"the run ended with an error, and could not be saved: {problem}"
@@ -356,8 +356,8 @@ def _make_result(run: Run) -> Result:
         history=stack_rows(run.rows, run.description),
         run_state=processes.to_hosts(run.whole_state()),
         registers=processes.to_hosts(run.registers),
-        status=run.ending.status,
-        stop_reason=run.ending.reason,
+        status=run.stop_reason.status,
+        stop_reason=run.stop_reason.reason,
         compile_seconds=times["compile_seconds"],
         wall_seconds=times["wall_seconds"],
         timings=run.seconds,

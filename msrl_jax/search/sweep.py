@@ -24,7 +24,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.support import compiling
 from msrl_jax.fragments.support.checks import whole
 from msrl_jax.fragments.support.tracebacks import entry
-from msrl_jax.policies.helpers import spec as policy_text
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.run import processes
 from msrl_jax.run.disk import folder
 from msrl_jax.run.experiment.plain_data import RunFolderError, plain_fields
@@ -100,7 +100,7 @@ def sweep(
       RunFolderError: a ValueError, if the folder holds another sweep.
       ImportError: if `method` is "optuna" and Optuna is not installed.
     """
-    limit = None if time_limit is None else hooks.seconds("time_limit", time_limit)
+    limit = None if time_limit is None else hooks.parse_duration("time_limit", time_limit)
     choose_display(progress)
     num = space.check_method(method, num, halving)
     fields = {name: overrides.pop(name) for name in [*overrides] if name not in ARGUMENTS}

@@ -25,9 +25,9 @@ from msrl_jax.run import processes
 from msrl_jax.run.capacity import memory_of
 from msrl_jax.run.disk import checkpoint, folder, store
 from msrl_jax.run.evaluation.history import final, in_words
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.members import UNRANKED
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
 from msrl_jax.run.result import Result, join_members
 from msrl_jax.run.streams import progress_stream

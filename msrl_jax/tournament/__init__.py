@@ -1,4 +1,4 @@
-"""Tournaments, an optional package: workers draw an agent from a leaderboard, train it further, and return it if it improved.
+"""Tournaments, an optional room: workers draw an agent from a leaderboard, train it further, and return it if it improved.
 
 Each name is imported on first use.
 """

@@ -27,7 +27,7 @@ from msrl_jax.fragments.support.checks import check_seed, whole
 from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.fragments.support.tracebacks import entry
 from msrl_jax.run.disk.store import ResumeWarning, check_saved
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop import hooks
 from msrl_jax.run.loop.callbacks import Callback, ProgressDisplay, Tick
 from msrl_jax.run.loop.guard import DivergedError
@@ -96,7 +96,7 @@ def compete(
     """
     round_steps = whole("round_steps", round_steps)
     episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
-    end = time.monotonic() + (float("inf") if time_limit is None else hooks.seconds("time_limit", time_limit))
+    end = time.monotonic() + (float("inf") if time_limit is None else hooks.parse_duration("time_limit", time_limit))
     if isinstance(fresh, bool) or not isinstance(fresh, numbers.Real) or not 0 <= float(fresh) <= 1:
         raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
     if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(float(target))):

@@ -37,7 +37,7 @@ def test_an_iteration_makes_the_declared_number_of_updates(name):
         options |= {"burn_in": 0, "trace_length": 2, "replay.n_step": 1}
     if name == "muzero":
         options |= {"model_steps": 1, "replay.n_step": 1}
-    env = Homes(num_agents=2) if algorithm.many_agents else environment(name)
+    env = Homes(num_agents=2) if algorithm.multi_agent else environment(name)
     if name == "alphazero":
         env = msrl.envs.make("pgx:tic_tac_toe")
     if algorithm.offline:

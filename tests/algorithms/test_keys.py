@@ -55,7 +55,7 @@ def environment(name):
         return msrl.envs.make("pgx:tic_tac_toe")
     if name in ("self_play", "teams"):
         return msrl.envs.make("KuhnPoker")
-    if algorithms.get(name).many_agents:
+    if algorithms.get(name).multi_agent:
         return Homes(2, horizon=5)
     return msrl.envs.make("Pendulum-v1" if name in CONTINUOUS else "CartPole-v1", max_steps_in_episode=5)
 

@@ -17,7 +17,7 @@ from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 from tests.support.agents import make_counted
 from tests.support.slow import slow_unless
 
-ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
+ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).multi_agent]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
 REFUSED = {"pqn": MOTION, "dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "muzero": MOTION, "ddpg": CHOICE, "td3": CHOICE}

@@ -65,7 +65,7 @@ class Narrow(Homes):
 
 def options(name):
     config = algorithms.get(name)
-    env = ENVS.get(name) or (Narrow() if config.many_agents else "CartPole-v1")
+    env = ENVS.get(name) or (Narrow() if config.multi_agent else "CartPole-v1")
     known = all_fields(config())
     if config.offline:
         return env, {"data": noise(envs.make(env)), "hidden_sizes": (8,), "num_updates": 2, "batch_size": 16}

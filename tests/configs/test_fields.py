@@ -19,12 +19,12 @@ from msrl_jax.configs.classes import class_of_fields
 from msrl_jax.configs.fields import OPTIONS as DECLARED
 from msrl_jax.configs.fields import field, is_option, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
-from msrl_jax.configs.replacing import with_traced
+from msrl_jax.configs.replacing import replace_unchecked
 from msrl_jax.fragments.support.naming import TrustError
 from msrl_jax.fragments.support.text_values import Call, read_call
 from msrl_jax.losses.q_targets import QTarget
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.plain_data import RunFolderError
-from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.prepare import make_experiment
 from msrl_jax.search.space import read_axes
 from tests.support.random_walk import RandomWalk
@@ -132,7 +132,7 @@ def test_numbers_of_options_are_leaves_and_nothing_else_is():
     config = DQN(exploration=PerEnv(0.3), returns=C51(0, 200))
     doubled = jax.jit(lambda c: jax.tree.map(lambda x: 2 * x, c))(config)
     assert doubled.exploration.base == jnp.float32(0.6) and doubled.returns.v_max == 400 and doubled.returns.num_atoms == 51
-    traced = jax.jit(lambda x: with_traced(config, {"exploration.base": x}).exploration.base * 2)
+    traced = jax.jit(lambda x: replace_unchecked(config, {"exploration.base": x}).exploration.base * 2)
     assert traced(0.25) == 0.5 and config.exploration.base == 0.3
 
 

@@ -59,7 +59,7 @@ def test_equal_programs_have_equal_fingerprints():
     ("algo", "config", "why"),
     [
         ("dqn", {"replay": "replay:256,learning_starts=32", "batch_size": 16}, ".*buffer .insert. keeps .*, or train impala"),
-        ("impala", {"replay_batches": 2}, ".*replay buffer .sample_batches. keeps .*, or train impala, ppo or a2c with their defaults$"),
+        ("impala", {"replay_batches": 2}, ".*sample_batches. keeps .*, or train impala, ppo or a2c with their defaults$"),
         ("es", {}, "random keys .* cross between its actors and its learner"),
         ("ppo", {"normalize_observations": True, "num_minibatches": 2}, "each actor would normalize with its own statistics"),
     ],

@@ -20,7 +20,7 @@ from msrl_jax.policies import (
     SingleLearnerCoarse,
     SingleLearnerFine,
 )
-from msrl_jax.policies.helpers import divide_devices, policy_repr, spec
+from msrl_jax.policies.helpers import divide_devices, policy_repr, policy_text
 
 
 def counts(policy, num_devices, **sizes):
@@ -172,10 +172,13 @@ class Hiding(Keeping):
 
 
 def test_the_text_of_a_custom_policy_has_its_parameters():
-    assert (spec(Keeping()), spec(Keeping(2, last=True))) == (f"{__name__}:Keeping", f"{__name__}:Keeping:keep=2,last=True")
+    assert (policy_text(Keeping()), policy_text(Keeping(2, last=True))) == (
+        f"{__name__}:Keeping",
+        f"{__name__}:Keeping:keep=2,last=True",
+    )
     assert policy_repr(Keeping(2)) == "Keeping(keep=2)"
     with pytest.raises(ValueError, match=r"Hiding has the parameter 'hidden', but no attribute .* frozen dataclass"):
-        spec(Hiding(2))
+        policy_text(Hiding(2))
 
 
 def test_unknown_policies_and_parameters_suggest_the_nearest():

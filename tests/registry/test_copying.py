@@ -34,7 +34,7 @@ def initial(algorithm, name):
     """The shapes of the state at the start of a run."""
     kind = algorithms.get(algorithm)
     game = "pgx:tic_tac_toe" if name == "alphazero" else "KuhnPoker"
-    env = game if kind.many_agents else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
+    env = game if kind.multi_agent else "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
     given = {"data": noise(msrl.envs.make(env))} if kind.offline else {}
     given |= {"teams": "player_0=ippo player_1=random"} if name == "teams" else {}
     experiment = make_experiment(algorithm, env, **given)
@@ -52,7 +52,7 @@ def test_every_algorithm_can_be_copied_and_builds(folder, name):
     facts = lambda kind: [(f.name, repr(f.default), f.metadata) for f in dataclasses.fields(kind)]
     assert facts(copy) == facts(original)
     assert inspect.getdoc(copy) == inspect.getdoc(original)
-    for fact in ("__name__", "many_agents", "offline", "privileged"):
+    for fact in ("__name__", "multi_agent", "offline", "privileged"):
         assert getattr(copy, fact) == getattr(original, fact)
     assert initial("mine.py", name) == initial(name, name)
 

@@ -21,7 +21,7 @@ SPECS = [
 
 @pytest.mark.parametrize(("spec", "policy"), SPECS)
 def test_codecs_are_written_as_words_calls_and_dictionaries(spec, policy):
-    assert msrl.policies.get(spec) == policy == msrl.policies.get(helpers.spec(policy))
+    assert msrl.policies.get(spec) == policy == msrl.policies.get(helpers.policy_text(policy))
 
 
 @pytest.mark.parametrize("text", ["learners=1+1", "learners=[", "trajectory_codec={**x}"])

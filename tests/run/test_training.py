@@ -237,7 +237,7 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
             calls.append(("after", run.iteration))
 
         def end(self, run):
-            calls.append(("end", run.ending.status))
+            calls.append(("end", run.stop_reason.status))
 
     run = msrl.train(
         "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[Hook()], progress=False, **tiny
@@ -263,7 +263,7 @@ def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, on
 
     class First:
         def end(self, run):
-            ended.append(run.ending.status)
+            ended.append(run.stop_reason.status)
 
     class Broken:
         def end(self, run):

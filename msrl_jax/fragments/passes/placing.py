@@ -100,7 +100,7 @@ def place(
     # 1. Fragments are where the policy puts them, and glue that depends on them is where its inputs are made.
     fragments = {n: [n.placement] for n in region.nodes if n.placement is not None}
     places = Places(fragments, dict(registers), loops, _readers(region, loops))
-    free = _find_replicable(region, registers)
+    free = _find_free(region, registers)
     _place_dependents(places, region, free)
     # 2. A node with effects runs once, where it is read first.
     for node in region.nodes:
@@ -193,7 +193,7 @@ def _first_reader(places: Places, region: Region, node: Node) -> Placement | Non
     return None
 
 
-def _find_replicable(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+def _find_free(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
     """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
     while True:  # terminates, because `carried` shrinks every time

@@ -7,9 +7,9 @@ from typing import Any
 from msrl_jax import policies
 from msrl_jax.fragments.support.naming import reference
 from msrl_jax.fragments.support.text_values import parse_spec
-from msrl_jax.policies.helpers import spec as policy_text
+from msrl_jax.policies.helpers import policy_text
 from msrl_jax.run.disk import toml
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 
 _HEAD = (
     "msrl-jax train --config FILE repeats this run; flags win over the file. Callbacks, and where and how often the run was "

@@ -32,8 +32,8 @@ from msrl_jax.run.disk.folder import TIMINGS, NotSavedError, SaveWarning
 from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.evaluation.evaluate import Evaluation
 from msrl_jax.run.evaluation.history import NO_EPISODES, LastEpisodes, Row, stack_rows
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.plain_data import RunFolderError, fingerprint
-from msrl_jax.run.experiment.spec import Experiment
 
 T = TypeVar("T")
 Result: TypeAlias = Any  # a `msrl_jax.Result`, whose methods call this module
@@ -202,7 +202,7 @@ def take_over(saved: Saved, run: Any) -> None:
             folder.rewind_rows(saved.path, count)
     if saved.checkpoint is None:
         return
-    run.iteration = run.resumed_from = saved.checkpoint.iteration
+    run.iteration = run.resumed_iteration = saved.checkpoint.iteration
     run.evaluation = read_evaluation(progress["evaluation"])
     run.last_episodes = LastEpisodes(
         **{name: np.array(values, np.float64) for name, values in progress["last_episodes"].items()}

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.agents.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.agents.transformations import BRANCHES, Scheduled
 from msrl_jax.configs.names import value_of
-from msrl_jax.configs.replacing import with_traced
+from msrl_jax.configs.replacing import replace_unchecked
 from msrl_jax.envs.base import PyTree
 from msrl_jax.envs.workers import processors
 from msrl_jax.fragments.placement import Layout
@@ -48,7 +48,7 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
     )
 
     def agent_of(numbers: Mapping[str, jax.Array]) -> Agent:
-        return build(with_traced(config, numbers))
+        return build(replace_unchecked(config, numbers))
 
     def init(key: jax.Array, numbers: Mapping[str, jax.Array] | None = None) -> Member:
         values = {name: value_of(config, name) for name in names} if numbers is None else numbers

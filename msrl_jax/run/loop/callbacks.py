@@ -85,7 +85,7 @@ class Callbacks:
             _read_only(run.rows[-1]),
             lambda: processes.to_hosts(run.state()),
             run.experiment.behavior.agent.unit,
-            run.resumed_from * steps_per_iteration,
+            run.resumed_iteration * steps_per_iteration,
             lambda values: self._set_env_params(run, values),
         )
         with processes.together("a callback"):

@@ -1,4 +1,4 @@
-"""How the iterations of a run are executed: by one program in this process, or by an optional package ("room")."""
+"""How the iterations of a run are executed: by one program in this process, or by an optional room."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ import jax
 from msrl_jax._rooms import Registry
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop.hooks import StopRequests
 from msrl_jax.run.loop.loop import Hook
 

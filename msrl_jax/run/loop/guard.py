@@ -18,8 +18,8 @@ from msrl_jax.fragments.runtime.memory import array_bytes
 from msrl_jax.fragments.support.random_keys import fold_keys
 from msrl_jax.run.disk import checkpoint, folder, store
 from msrl_jax.run.evaluation.history import SKIPPED, first_non_finite, in_words
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.members import Member
-from msrl_jax.run.experiment.spec import Experiment
 from msrl_jax.run.loop.hooks import Checkpoints
 from msrl_jax.run.loop.loop import Run, StopReason
 from msrl_jax.run.loop.watch import Watch

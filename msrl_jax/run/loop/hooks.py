@@ -32,7 +32,7 @@ from msrl_jax.run.disk.run_toml import repeating
 from msrl_jax.run.disk.store import Saved, progress_of
 from msrl_jax.run.evaluation.evaluate import make_evaluator
 from msrl_jax.run.evaluation.history import Row
-from msrl_jax.run.experiment.spec import Experiment
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.loop.loop import Run, StopReason, chunk_length
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -46,7 +46,7 @@ _SHARE = 0.02  # maximum fraction of the time that training waits for checkpoint
 _RING_BYTES = 2**26  # maximum size of the recorded steps of a chunk on the devices, if `chunk` is not given
 
 
-def seconds(name: str, value: object) -> float:
+def parse_duration(name: str, value: object) -> float:
     """Parses a duration."""
     duration: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -124,7 +124,7 @@ class Evaluating:
     def before(self, run: Run) -> None:
         """Compiles the evaluation in another thread while the chunks after the first one run."""
         self._from = run.step
-        if not self._has_begun and run.iteration > run.resumed_from and jax.process_count() == 1:
+        if not self._has_begun and run.iteration > run.resumed_iteration and jax.process_count() == 1:
             start, self._has_begun = time.perf_counter(), True
             self._play.begin(run.acting_state(), self._key)
             run.seconds["evaluation_seconds"] += time.perf_counter() - start
@@ -153,10 +153,10 @@ class Recording:
 
     def end(self, run: Run) -> None:
         """Joins the steps into one file; keeps their parts if the run may resume later."""
-        self.writer.finish(goes_on=run.path is not None and run.ending.status not in ("finished", "diverged"))
+        self.writer.finish(goes_on=run.path is not None and run.stop_reason.status not in ("finished", "diverged"))
 
 
-def recorded(
+def with_recording(
     experiment: Experiment, record: Path | None, chunk: int | None, policy: str, saved: Saved | None
 ) -> tuple[Experiment, Recording | None, int]:
     """Returns the run, with recording environments if it is recorded; its hook; and the maximum iterations per chunk."""
@@ -243,7 +243,7 @@ class RunFileWriter:
             self.begin(run)
 
 
-def interval(every: float | str | None) -> tuple[int | None, float | None]:
+def parse_checkpoint_interval(every: float | str | None) -> tuple[int | None, float | None]:
     """Parses the time between checkpoints: steps, or seconds of a duration such as `"10m"`; neither if it is automatic."""
     if every is None:
         return None, None
@@ -251,7 +251,7 @@ def interval(every: float | str | None) -> tuple[int | None, float | None]:
         try:
             every = float(every)
         except ValueError:
-            return None, seconds("checkpoint_every", every)
+            return None, parse_duration("checkpoint_every", every)
     return whole("checkpoint_every", every), None
 
 

@@ -29,8 +29,8 @@ from msrl_jax.run import processes
 from msrl_jax.run.disk.folder import TIMINGS
 from msrl_jax.run.evaluation.evaluate import Evaluation
 from msrl_jax.run.evaluation.history import NO_EPISODES, HostMetrics, LastEpisodes, Row, reduce_chunk
+from msrl_jax.run.experiment.experiment import Experiment
 from msrl_jax.run.experiment.pbt import acting_part
-from msrl_jax.run.experiment.spec import Experiment
 
 Hook: TypeAlias = object  # with some of the attributes above
 Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished", "earlier checkpoint"]
@@ -39,7 +39,7 @@ Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "u
 # Limits of one dispatched part of a chunk: bytes of its metrics, and iterations in host-driven and fused plans.
 _METRICS_BYTES, _HOST_DRIVEN, _FUSED = 2**22, 256, 2**16
 
-_FIRST = ("diverged", "interrupted", "finished", "stopped")  # if a run ends for several reasons, the first one counts
+_PRECEDENCE = ("diverged", "interrupted", "finished", "stopped")  # if a run ends for several reasons, the first one counts
 _TICKS = 50  # the approximate number of chunks of a run that takes less than a minute; every chunk ends with a tick
 _SECONDS = 1.0  # the approximate length of a chunk of longer runs
 
@@ -106,19 +106,19 @@ class Run:
     path: Path | None  # the folder of the run
     deployment: dict[str, Any]  # where the run executes and what observes it, as plain data: the rest of `config.json`
     program: Program  # the compiled iteration
-    pace: ChunkScheduler  # chooses the lengths of chunks
+    chunk_scheduler: ChunkScheduler  # chooses the lengths of chunks
     started: float  # value of `time.perf_counter` at which the run would have started if it had never been interrupted
     run_state: PyTree = None  # in the form that `Program.run` takes and returns
     boundaries: tuple[int, ...] = ()  # chunks must end at multiples of these numbers of steps
     iteration: int = 0  # iterations done
-    resumed_from: int = 0  # iterations done when the run resumed; 0 for a new run
+    resumed_iteration: int = 0  # iterations done when the run resumed; 0 for a new run
     metrics: HostMetrics = dataclasses.field(default_factory=dict)  # metrics of the last chunk. `[N]` or `[N, M]`
     rows: list[Row] = dataclasses.field(default_factory=list)  # the history
     last_episodes: LastEpisodes = NO_EPISODES
     evaluation: Evaluation | None = None  # the last evaluation
     finding: Any = None  # the non-finite value that ends the run
     changed_at: int = 0  # the iteration at which the host last changed the state; 0 if it never did
-    ending: StopReason = _NOT_YET  # why the run ended; "unfinished" while it runs
+    stop_reason: StopReason = _NOT_YET  # why the run ended; "unfinished" while it runs
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))  # seconds spent, by part
     compiled_before: float = 0.0  # seconds that earlier processes and programs spent on compiling
     last_seconds: float = 0.0  # seconds that the last chunk took
@@ -165,8 +165,8 @@ class Run:
     def advance(self) -> None:
         """Runs a chunk and adds a row to the history."""
         first_iteration, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
-        parts = [] if self.pace.is_known else [self._iterate(1)]
-        if remaining := min(self.pace.length(first_iteration), self._to_boundary(first_iteration)) - (
+        parts = [] if self.chunk_scheduler.is_known else [self._iterate(1)]
+        if remaining := min(self.chunk_scheduler.length(first_iteration), self._to_boundary(first_iteration)) - (
             self.iteration - first_iteration
         ):
             parts.append(self._iterate(remaining))
@@ -190,7 +190,7 @@ class Run:
     def max_at_once(self) -> int:
         """The maximum number of iterations between two reads of the metrics."""
         limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
-        return min(limit, self.pace.max_length, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+        return min(limit, self.chunk_scheduler.max_length, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled already."""
@@ -203,7 +203,7 @@ class Run:
         count = len(rows[0]) if (rows := jax.tree.leaves(metrics)) else count  # may be fewer, see `Execution`
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
-        self.pace.measured(max(count, 1), processes.agreed(seconds))
+        self.chunk_scheduler.measured(max(count, 1), processes.agreed(seconds))
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:
@@ -215,9 +215,9 @@ class Run:
 def _call(hook: Hook, phase: str, run: Run) -> StopReason | None:
     """Calls a phase of a hook, if the hook has it; returns the reason to stop that the hook returned, if any."""
     answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
-    if isinstance(answer, StopReason) and answer.status not in _FIRST:
+    if isinstance(answer, StopReason) and answer.status not in _PRECEDENCE:
         fact = f"{type(hook).__qualname__}.{phase} returned StopReason({answer.status!r})"
-        raise ValueError(f"{fact}; the status is one of {', '.join(_FIRST)}: give what happened as the reason")
+        raise ValueError(f"{fact}; the status is one of {', '.join(_PRECEDENCE)}: give what happened as the reason")
     return answer if isinstance(answer, StopReason) else StopReason("stopped") if is_true(answer) else None
 
 
@@ -227,7 +227,7 @@ def is_true(answer: Any) -> bool:
 
 
 def loop(run: Run, hooks: Sequence[Hook]) -> None:
-    """Runs chunks until all iterations are done or a hook ends the run; sets the run's `ending`."""
+    """Runs chunks until all iterations are done or a hook ends the run; sets the run's `stop_reason`."""
     if run.deployment["chunk"] is None:
         evolution = [] if run.experiment.pbt is None else [run.experiment.pbt.every * run.experiment.steps_per_iteration]
         intervals = [*(getattr(hook, "every", None) for hook in hooks), *evolution]
@@ -237,14 +237,14 @@ def loop(run: Run, hooks: Sequence[Hook]) -> None:
     while True:
         for hook in hooks:
             if ending := _call(hook, "before", run):
-                run.ending = ending
+                run.stop_reason = ending
                 return
         run.advance()
         endings = [ending for hook in hooks if (ending := _call(hook, "after", run))]
         if run.iteration == run.iterations and run.finding is None:
             endings.append(StopReason("finished"))
         if endings:
-            run.ending = min(endings, key=lambda ending: _FIRST.index(ending.status))
+            run.stop_reason = min(endings, key=lambda ending: _PRECEDENCE.index(ending.status))
             return
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from msrl_jax.run.loop.hooks import AUTOMATIC, TIME_LIMIT, StopRequests, interval, seconds
+from msrl_jax.run.loop.hooks import AUTOMATIC, TIME_LIMIT, StopRequests, parse_checkpoint_interval, parse_duration
 from msrl_jax.run.loop.loop import ChunkScheduler, chunk_length
 
 
@@ -67,21 +67,21 @@ def test_a_given_length_stays():
     [("90s", 90), ("10m", 600), ("5h50m", 21000), ("1d", 86400), ("1h30s", 3630), (2.5, 2.5), (7, 7), ("0.5h", 1800)],
 )
 def test_durations(value, expected):
-    assert seconds("time_limit", value) == expected
+    assert parse_duration("time_limit", value) == expected
 
 
 @pytest.mark.parametrize("value", ["", "5", "5x", "-1m", "1m1h", 0, float("nan"), True, None])
 def test_what_is_no_duration_is_refused(value):
     with pytest.raises(ValueError, match=r"time_limit=.*: use text such as '90s', '10m' or '5h50m', or in Python a number"):
-        seconds("time_limit", value)
+        parse_duration("time_limit", value)
 
 
 def test_intervals():
-    assert interval(None) == (None, None) and interval("10m") == (None, 600)
-    assert interval(5000) == interval("5000") == interval("5e3") == interval(5e3) == (5000, None)
+    assert parse_checkpoint_interval(None) == (None, None) and parse_checkpoint_interval("10m") == (None, 600)
+    assert {parse_checkpoint_interval(steps) for steps in (5000, "5000", "5e3", 5e3)} == {(5000, None)}
     for wrong in (0, -1, 2.5, "2.5", "ten", True):
         with pytest.raises(ValueError, match=r"checkpoint_every="):
-            interval(wrong)
+            parse_checkpoint_interval(wrong)
     assert AUTOMATIC == 60.0, "as the documentation says"
 
 
