@@ -8,7 +8,7 @@ import msrl_jax as msrl
 from msrl_jax._rooms import rooms
 from msrl_jax.cli.commands import COMMANDS
 from msrl_jax.cli.options import REQUIRED, arguments_of
-from msrl_jax.configs.fields import choices
+from msrl_jax.configs.fields import option_classes
 from msrl_jax.configs.names import all_fields
 
 THEMES = {
@@ -113,7 +113,9 @@ def fields_table() -> str:
     found: dict[tuple[str, str], list[str]] = {}
     for algorithm in sorted(msrl.algorithms.names()):
         for field in dataclasses.fields(msrl.algorithms.get(algorithm)):
-            kinds = [f"`{kind.__name__}({', '.join(f.name for f in dataclasses.fields(kind))})`" for kind in choices(field)]
+            kinds = [
+                f"`{kind.__name__}({', '.join(f.name for f in dataclasses.fields(kind))})`" for kind in option_classes(field)
+            ]
             found.setdefault((field.name, ", ".join(kinds)), []).append(algorithm)
     lines = ["", "## Fields of several algorithms", "", "| field | algorithms | options |", "|---|---|---|"]
     shared = sorted(found.items(), key=lambda item: -len(item[1]))

@@ -25,7 +25,7 @@ from msrl_jax import cli, envs
 from msrl_jax.cli import launch
 from msrl_jax.cli.command import Command, Output
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.fields import OPTIONS, choices
+from msrl_jax.configs.fields import OPTIONS, option_classes
 from msrl_jax.configs.names import tunable_fields
 from msrl_jax.configs.replay_options import Prioritized
 from msrl_jax.envs import registry
@@ -264,7 +264,7 @@ def test_the_table_names_the_algorithms():
 
 def test_the_table_names_the_options():
     fields = {field for name in msrl.algorithms.names() for field in dataclasses.fields(msrl.algorithms.get(name))}
-    kinds = {kind for field in fields for kind in choices(field)} | {Prioritized}
+    kinds = {kind for field in fields for kind in option_classes(field)} | {Prioritized}
     named = re.findall(r"`(\w+)\((.*?)\)`", SECTIONS[ALGORITHMS, "Options"].partition("\nA field takes")[0])
     assert {name for name, _ in named} == {kind.__name__ for kind in kinds}
     options = {kind.__name__: ", ".join(f.name for f in dataclasses.fields(kind)) for kind in kinds}

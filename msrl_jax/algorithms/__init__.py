@@ -25,7 +25,6 @@ from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.td3 import DDPG as DDPG
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.teams import Teams as Teams
-from msrl_jax.configs.choices import option as option
 from msrl_jax.configs.config import config as config
 from msrl_jax.configs.exploration import Annealed as Annealed
 from msrl_jax.configs.exploration import PerEnv as PerEnv
@@ -33,6 +32,7 @@ from msrl_jax.configs.fields import Tunable as Tunable
 from msrl_jax.configs.fields import TunableOrNone as TunableOrNone
 from msrl_jax.configs.fields import field as field
 from msrl_jax.configs.fields import tunable as tunable
+from msrl_jax.configs.options import option as option
 from msrl_jax.configs.replay_options import Hindsight as Hindsight
 from msrl_jax.configs.replay_options import Prioritized as Prioritized
 from msrl_jax.configs.replay_options import Replay as Replay

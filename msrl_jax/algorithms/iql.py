@@ -17,7 +17,6 @@ import optax
 from msrl_jax.agents.action_spaces import check_discrete_or_bounded
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at
 from msrl_jax.agents.optimizers import for_each_network, make_optimizer
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import (
     Activation,
     CodecName,
@@ -29,6 +28,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
+from msrl_jax.configs.options import option
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.spaces import zeros

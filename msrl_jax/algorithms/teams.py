@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.agents.agent import Agent, Metrics, Progress, split_keys
 from msrl_jax.agents.transformations import scheduled
-from msrl_jax.configs.choices import write_value
 from msrl_jax.configs.classes import fields_of
 from msrl_jax.configs.config import config, field
 from msrl_jax.configs.deferred import is_object
+from msrl_jax.configs.options import write_value
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.actions import uniform_actions
 from msrl_jax.envs.base import env_name

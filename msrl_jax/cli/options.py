@@ -271,7 +271,7 @@ def config_options(
     Imports the options that `texts`, values of fields, name; their fields are options of the command, too.
     """
     from msrl_jax import algorithms
-    from msrl_jax.configs.fields import choices, kinds
+    from msrl_jax.configs.fields import accepted_types, option_classes
     from msrl_jax.configs.names import all_fields, tunable_fields, value_of
     from msrl_jax.configs.replacing import import_options
 
@@ -289,11 +289,11 @@ def config_options(
     for name, field in first_fields.items():
         if name in excluded or not all(name in fields for fields in fields_by_algo.values()):
             continue
-        types = dict.fromkeys(part for fields in fields_by_algo.values() for part in kinds(fields[name]))
+        types = dict.fromkeys(part for fields in fields_by_algo.values() for part in accepted_types(fields[name]))
         defaults = {algo: default(algo, name) for algo in configs}
         differ = len(set(map(repr, defaults.values()))) > 1
         head, _, field_name = name.rpartition(".")
-        owners = [kind.option for kind in choices(first_fields[head]) if field_name in all_fields(kind)] if head else []
+        owners = [kind.option for kind in option_classes(first_fields[head]) if field_name in all_fields(kind)] if head else []
         doc = f"of {' and '.join(owners)}: {field.metadata['doc']}" if owners else field.metadata["doc"]
         options.append(
             Option(

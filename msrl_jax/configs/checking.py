@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from msrl_jax.configs.deferred import INITIALIZED_MODULE, has_arrays, is_deferred, is_hashable, is_object
-from msrl_jax.configs.fields import Config, choices
+from msrl_jax.configs.fields import Config, option_classes
 from msrl_jax.fragments.support.checks import name_of, shown
 from msrl_jax.fragments.support.text_values import Call, parts_of
 
@@ -28,7 +28,7 @@ def check_fields(self: Config) -> None:
         where, kinds = f"{type(self).__name__}.{f.name}", parts_of(f.type)
         value = _plain(getattr(self, f.name), kinds)
         has_no_number = isinstance(value, Tracer) or (value is None and type(None) in kinds)
-        if options := choices(f):
+        if options := option_classes(f):
             value = options[0].read(where, value, f)
         if not (has_no_number or (f.metadata.get("tunable") and is_deferred(value))):
             value = _check_value(where, value, kinds, f.metadata)

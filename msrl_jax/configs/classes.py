@@ -9,7 +9,7 @@ import jax
 
 from msrl_jax.configs.checking import check_fields
 from msrl_jax.configs.deferred import is_deferred
-from msrl_jax.configs.fields import choices, default_of, is_option
+from msrl_jax.configs.fields import default_of, is_option, option_classes
 from msrl_jax.fragments.support.tracebacks import entry
 
 
@@ -94,6 +94,6 @@ def check_together(self: Any) -> None:
 
 def _options_of(self: Any) -> Iterator[Any]:
     """Yields the values of fields with options, at any depth."""
-    for value in (getattr(self, f.name) for f in dataclasses.fields(self) if choices(f)):
+    for value in (getattr(self, f.name) for f in dataclasses.fields(self) if option_classes(f)):
         yield value
         yield from _options_of(value) if is_option(value) else ()

@@ -19,8 +19,8 @@ from msrl_jax.configs.classes import class_of_fields
 from msrl_jax.configs.deferred import is_deferred
 from msrl_jax.configs.fields import Tunable as Tunable
 from msrl_jax.configs.fields import TunableOrNone as TunableOrNone
-from msrl_jax.configs.fields import choices
 from msrl_jax.configs.fields import field as field
+from msrl_jax.configs.fields import option_classes
 from msrl_jax.configs.fields import tunable as tunable
 from msrl_jax.envs.privileged import with_privileged
 
@@ -123,7 +123,7 @@ def _check_resolved(build: Callable[..., Any]) -> Callable[..., Any]:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             is_word = isinstance(value, str) and Any in typing.get_args(f.type)
-            is_number = f.metadata.get("tunable") or choices(f)
+            is_number = f.metadata.get("tunable") or option_classes(f)
             words = jax.tree.leaves(value, is_leaf=is_deferred) if is_number else [value] * is_word
             if any(map(is_deferred, words)):
                 where = f"{type(self).__name__}.{f.name}={value!r}"

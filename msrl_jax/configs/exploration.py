@@ -8,8 +8,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import Tunable, field, tunable
+from msrl_jax.configs.options import option
 from msrl_jax.fragments.counters import Counter, fraction
 
 

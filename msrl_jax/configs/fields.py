@@ -91,19 +91,19 @@ OPTIONS: dict[type, dict[str, Any]] = {}
 """The options of each protocol that `option(of=...)` has named, by the name of the option."""
 
 
-def kinds(field: dataclasses.Field[Any]) -> list[Any]:
+def accepted_types(field: dataclasses.Field[Any]) -> list[Any]:
     """Returns the types that a field accepts, among them all options of its protocol."""
     return [c for kind in parts_of(field.type) for c in (OPTIONS[kind].values() if kind in OPTIONS else [kind])]
 
 
-def choices(field: dataclasses.Field[Any]) -> list[Any]:
+def option_classes(field: dataclasses.Field[Any]) -> list[Any]:
     """Returns the options that a field accepts."""
-    return [kind for kind in kinds(field) if is_option(kind)]
+    return [kind for kind in accepted_types(field) if is_option(kind)]
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Returns the default of a field; that of a field with options may be text."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    options = choices(field) if isinstance(field.default, str) else []
+    options = option_classes(field) if isinstance(field.default, str) else []
     return options[0].read(field.name, field.default, field) if options else field.default

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from msrl_jax.configs.fields import Config, choices, is_option
+from msrl_jax.configs.fields import Config, is_option, option_classes
 
 
 def all_fields(config: Config | type[Config], parents: tuple[Any, ...] = ()) -> dict[str, dataclasses.Field[Any]]:
@@ -15,7 +15,7 @@ def all_fields(config: Config | type[Config], parents: tuple[Any, ...] = ()) -> 
     fields: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(config):
         fields[f.name] = f
-        values = [c for c in choices(f) if c not in parents] if isinstance(config, type) else [getattr(config, f.name)]
+        values = [c for c in option_classes(f) if c not in parents] if isinstance(config, type) else [getattr(config, f.name)]
         for value in filter(is_option, values):
             fields |= {f"{f.name}.{name}": inner for name, inner in all_fields(value, (*parents, value)).items()}
     return fields

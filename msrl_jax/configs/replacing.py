@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from msrl_jax.configs.choices import import_custom_class, located, read
-from msrl_jax.configs.fields import Config, choices, is_option
+from msrl_jax.configs.fields import Config, is_option, option_classes
 from msrl_jax.configs.names import all_fields
+from msrl_jax.configs.options import import_custom_class, located, read_option
 from msrl_jax.fragments.support.checks import shown
 from msrl_jax.fragments.support.naming import is_path
 from msrl_jax.fragments.support.text_values import parts_of, split_specs
@@ -24,8 +24,10 @@ def config_and_options(config: Config) -> list[Any]:
 def replace_options(config: Config, values: Mapping[str, Any]) -> Config:
     """Replaces the options of a config by those among some values of its fields, without checking the config."""
     fields, kind = all_fields(type(config)), type(config).__name__
-    options = {name: value for name, value in values.items() if name in fields and choices(fields[name])}
-    return replace_unchecked(config, {name: read(f"{kind}.{name}", value, fields[name]) for name, value in options.items()})
+    options = {name: value for name, value in values.items() if name in fields and option_classes(fields[name])}
+    return replace_unchecked(
+        config, {name: read_option(f"{kind}.{name}", value, fields[name]) for name, value in options.items()}
+    )
 
 
 def import_options(kind: type, values: Mapping[str, Any]) -> None:
@@ -69,10 +71,10 @@ def with_values(
             nested.setdefault(head, {})[field] = x
     for head, option_values in nested.items():
         place, option = f"{where}.{head}", direct.get(head, getattr(config, head))
-        option = read(place, option, fields[head]) if isinstance(option, str) else option
+        option = read_option(place, option, fields[head]) if isinstance(option, str) else option
         for name, x in option_values.items():
             if name.partition(".")[0] not in getattr(option, "__dataclass_fields__", ()):
-                having = " or ".join(repr(kind.option) for kind in choices(fields[head]) if name in all_fields(kind))
+                having = " or ".join(repr(kind.option) for kind in option_classes(fields[head]) if name in all_fields(kind))
                 fact = f"{place}.{name}={shown(x)}: {head} is {' '.join(str(option).split())}, which has no {name}"
                 raise ValueError(f"{fact}; leave it out, or give {head}={having} too")
         with located(place, option):

@@ -1,7 +1,7 @@
 """Options of replay buffers."""
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import Tunable, TunableOrNone, field, tunable
+from msrl_jax.configs.options import option
 from msrl_jax.fragments import codecs
 from msrl_jax.replay.relabelling import Strategy
 

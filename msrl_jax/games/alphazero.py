@@ -27,7 +27,6 @@ from msrl_jax import replay
 from msrl_jax.agents.action_spaces import check_discrete
 from msrl_jax.agents.agent import Agent, Metrics, Progress, learning_rate_at, split_keys
 from msrl_jax.agents.optimizers import make_optimizer
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import (
     Activation,
     CodecName,
@@ -39,6 +38,7 @@ from msrl_jax.configs.config import (
     field,
     tunable,
 )
+from msrl_jax.configs.options import option
 from msrl_jax.envs import MaskedObservation, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import PyTree, output_shapes
 from msrl_jax.envs.masks import sample_legal

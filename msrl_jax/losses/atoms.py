@@ -9,8 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import TunableOrNone, field, tunable
+from msrl_jax.configs.options import option
 from msrl_jax.losses.predictions import ActionPrediction, ActionReturns, Backup, CriticPrediction, CriticReturns
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from msrl_jax.configs.choices import option
+from msrl_jax.configs.options import option
 from msrl_jax.envs import Space
 from msrl_jax.networks.network import Network
 from msrl_jax.networks.torso import Torso

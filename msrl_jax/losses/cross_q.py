@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.configs.choices import option
+from msrl_jax.configs.options import option
 from msrl_jax.envs import Discrete, Space
 from msrl_jax.fragments.support.checks import name_of
 from msrl_jax.losses.critic_targets import CriticTargets

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import field
+from msrl_jax.configs.options import option
 from msrl_jax.losses.predictions import ActionPrediction, ActionReturns
 from msrl_jax.losses.quantiles import quantile_loss
 from msrl_jax.networks.quantile_network import quantile_network

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import Tunable, tunable
+from msrl_jax.configs.options import option
 from msrl_jax.losses.atoms import C51
 from msrl_jax.losses.q_targets import QTarget, Values
 from msrl_jax.replay import NStep

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import TunableOrNone, tunable
+from msrl_jax.configs.options import option
 from msrl_jax.losses.values import value_error
 
 Backup = Callable[[jax.Array], jax.Array]

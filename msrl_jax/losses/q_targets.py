@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from msrl_jax.configs.choices import option
+from msrl_jax.configs.options import option
 from msrl_jax.networks.q_network import greedy_target
 from msrl_jax.replay import NStep
 

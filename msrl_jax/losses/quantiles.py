@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.config import field
+from msrl_jax.configs.options import option
 from msrl_jax.losses.predictions import ActionPrediction, ActionReturns, Backup, CriticPrediction, CriticReturns
 
 

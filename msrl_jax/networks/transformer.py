@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.configs.choices import option
 from msrl_jax.configs.fields import field
+from msrl_jax.configs.options import option
 from msrl_jax.kernels.networks import matmul
 from msrl_jax.networks.core import Core, CoreKind
 from msrl_jax.networks.unrolls import Carry

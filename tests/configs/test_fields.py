@@ -14,11 +14,11 @@ from msrl_jax import PBT, algorithms, envs
 from msrl_jax.algorithms import C51, DQN, R2D2, SAC, Annealed, Expected, Munchausen, PerEnv, Prioritized, Replay, make
 from msrl_jax.cli.command import parse
 from msrl_jax.cli.commands import COMMANDS
-from msrl_jax.configs.choices import option, text
 from msrl_jax.configs.classes import class_of_fields
 from msrl_jax.configs.fields import OPTIONS as DECLARED
 from msrl_jax.configs.fields import field, is_option, tunable
 from msrl_jax.configs.names import all_fields, tunable_fields, value_of
+from msrl_jax.configs.options import option, option_text
 from msrl_jax.configs.replacing import replace_unchecked
 from msrl_jax.fragments.support.naming import TrustError
 from msrl_jax.fragments.support.text_values import Call, read_call
@@ -88,11 +88,11 @@ def test_an_option_is_the_same_by_its_text(value):
     )
     kind = SAC if value.option == "tqc" else DQN
     for whole in (False, True):
-        found = getattr(kind(**{name: text(value, full=whole)}), name)
+        found = getattr(kind(**{name: option_text(value, full=whole)}), name)
         assert found == value and hash(found) == hash(value) and type(found) is type(value)
     assert field is None or str(field(value, capacity=7)).startswith("replay:capacity=7")
     nested = [x for f in dataclasses.fields(value) if is_option(x := getattr(value, f.name))]
-    assert all(f"{f.name}=" in text(value, full=True) for x in (value, *nested) for f in dataclasses.fields(x))
+    assert all(f"{f.name}=" in option_text(value, full=True) for x in (value, *nested) for f in dataclasses.fields(x))
 
 
 @pytest.mark.parametrize(

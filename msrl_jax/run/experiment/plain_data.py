@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.configs.choices import text
 from msrl_jax.configs.deferred import is_object
 from msrl_jax.configs.fields import is_option
+from msrl_jax.configs.options import option_text
 from msrl_jax.data import Dataset
 from msrl_jax.fragments.support.naming import reference
 
@@ -27,7 +27,7 @@ def to_json(value: object) -> Any:
     if isinstance(value, Dataset):
         value = value.describe()
     if is_option(value):
-        return text(value, full=True)
+        return option_text(value, full=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

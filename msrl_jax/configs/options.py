@@ -14,7 +14,7 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from msrl_jax.configs.classes import class_of_fields, fields_of
 from msrl_jax.configs.deferred import is_object
-from msrl_jax.configs.fields import OPTIONS, choices, field, is_option, path_of, tunable
+from msrl_jax.configs.fields import OPTIONS, field, is_option, option_classes, path_of, tunable
 from msrl_jax.fragments.support.checks import shown, suggestion
 from msrl_jax.fragments.support.naming import imported, is_path
 from msrl_jax.fragments.support.text_values import OWN_CALL, Call, parts_of, read_call, split_specs, write_argument, write_call
@@ -73,7 +73,7 @@ def option_of(cls: Any, protocols: tuple[type, ...]) -> Any:
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name) or name == "none":
         raise ValueError(f"{cls.__name__}.option={name!r}: use small letters, digits and _, such as 'my_option'")
     new: Any = cls
-    new.option, new.read, new.__str__ = name, staticmethod(read), lambda self: text(self)
+    new.option, new.read, new.__str__ = name, staticmethod(read_option), lambda self: option_text(self)
     new = class_of_fields(new, f"the option {cls.__name__}")
     for protocol in protocols:
         registered = OPTIONS.setdefault(protocol, {})
@@ -104,17 +104,17 @@ def _check_methods(cls: type, protocol: type) -> None:
             raise TypeError(f"{takes} does not take the arguments of {protocol.__name__}: {name}{expected}") from None
 
 
-def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
+def read_option(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
     """Returns the value of a field with options, parsed if it is text; raises ValueError if it is none of them.
 
     If the field accepts `Any`, custom objects and their MODULE:NAME are returned as they are.
     """
     if Any in parts_of(field.type) and _is_custom(value, field):
         return value
-    value = read_option(where, value, field) if isinstance(value, str | Call) else value
-    if type(value) in choices(field) or (value is None and type(None) in parts_of(field.type)):
+    value = parse_option(where, value, field) if isinstance(value, str | Call) else value
+    if type(value) in option_classes(field) or (value is None and type(None) in parts_of(field.type)):
         return value
-    if any(isinstance(value, kind) for kind in choices(field)):
+    if any(isinstance(value, kind) for kind in option_classes(field)):
         raise ValueError(f"{where}={shown(value)}: the class {type(value).__name__} is not an option; decorate it with option")
     if is_option(value) and isinstance(value, type):
         raise ValueError(f"{where}={value.__name__} is a class; give an object, such as {value.__name__}()")
@@ -125,11 +125,11 @@ def read(where: str, value: Any, field: dataclasses.Field[Any]) -> Any:
 
 def _is_custom(value: object, field: dataclasses.Field[Any]) -> bool:
     if isinstance(value, str):
-        return is_path(value) and value.partition(":")[0] not in [kind.option for kind in choices(field)]
+        return is_path(value) and value.partition(":")[0] not in [kind.option for kind in option_classes(field)]
     return is_object(value) and not is_option(value)
 
 
-def text(option: Any, *, full: bool = False) -> str:
+def option_text(option: Any, *, full: bool = False) -> str:
     """Returns the text of an option, without default values unless `full`."""
     return write_value(option, full=full, nested=False)
 
@@ -143,11 +143,11 @@ def write_value(value: Any, *, full: bool = False, nested: bool = True) -> str:
     return write_argument(value)
 
 
-def read_option(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
+def parse_option(where: str, value: str | Call, field: dataclasses.Field[Any]) -> Any:
     """Parses the text of an option; raises ValueError, which suggests the nearest name, if it is invalid."""
     if value in ("None", "none") and type(None) in parts_of(field.type):
         return None
-    options = {kind.option: kind for kind in choices(field)}
+    options = {kind.option: kind for kind in option_classes(field)}
     if custom_class := import_custom_class(where, value, field):
         value = str(value).partition(":")[2]
     names = [re.split("[:(]", part)[0].strip() for part in split_specs(str(value))]
@@ -175,16 +175,18 @@ def import_custom_class(where: str, value: str | Call, field: dataclasses.Field[
     """Imports the class in `MODULE:CLASS` or `MODULE:CLASS(field=value,...)`; None if the text is not of this form."""
     match = OWN_CALL.fullmatch(value.strip()) if isinstance(value, str) else None
     protocols = [kind.__name__ for kind in parts_of(field.type) if kind in OPTIONS]
-    if match is None or not protocols or match["path"].partition(":")[0] in [kind.option for kind in choices(field)]:
+    if match is None or not protocols or match["path"].partition(":")[0] in [kind.option for kind in option_classes(field)]:
         return None
     description = f"a class made with option(of={protocols[0]})"
-    return imported(where, match["path"], description, lambda candidate: any(candidate is kind for kind in choices(field)))
+    return imported(
+        where, match["path"], description, lambda candidate: any(candidate is kind for kind in option_classes(field))
+    )
 
 
 def _names(field: dataclasses.Field[Any]) -> str:
     """Lists the options of a field, for messages."""
     words = {type(None): "None", Any: "your own object, or MODULE:NAME of one"}
-    kinds, names = parts_of(field.type), [kind.option for kind in choices(field)]
+    kinds, names = parts_of(field.type), [kind.option for kind in option_classes(field)]
     custom_forms = [] if Any in kinds else ["MODULE:CLASS of your own" for kind in kinds if kind in OPTIONS]
     return "one of " + ", ".join([*names, *custom_forms, *(word for kind, word in words.items() if kind in kinds)])
 
