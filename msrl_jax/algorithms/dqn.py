@@ -162,7 +162,7 @@ class DQN:
                 due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
-            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+            return learn_from(sample, ready, update, learner, key, progress, may_be_invalid=buffer.may_be_invalid)
 
         @fragment(role="learner")
         def refresh(acting_params, params, progress, version):

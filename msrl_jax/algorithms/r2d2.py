@@ -104,7 +104,7 @@ class R2D2:
         heads = lambda torso: value_heads(torso, action_space, self, dueling=self.dueling)
         network = recurrent_network(venv.observation_space, heads, self)
         steps = observation_type(env), action_type(action_space), self, jax.eval_shape(lambda: network.initial_carry(()))
-        buffer = sequence_buffer(*steps, may_be_absent=is_on_host(env))
+        buffer = sequence_buffer(*steps, may_be_invalid=is_on_host(env))
         optimizer = make_optimizer(self, epsilon=self.adam_epsilon)
         to_env_action = action_transform(action_space)
 
@@ -173,7 +173,7 @@ class R2D2:
                 due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, due), opt_state), td_error, stats
 
-            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+            return learn_from(sample, ready, update, learner, key, progress, may_be_invalid=buffer.may_be_invalid)
 
         @fragment(role="learner")
         def refresh(acting_params, params, progress, version):

@@ -212,7 +212,7 @@ class SAC:
                 target_params = update_target(learner.target_params, online_params, ready)
                 return Learner(params, target_params, opt_state, observations), td_error, stats
 
-            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+            return learn_from(sample, ready, update, learner, key, progress, may_be_invalid=buffer.may_be_invalid)
 
         def iteration(state: OffPolicyState, progress: Progress) -> tuple[OffPolicyState, Metrics]:
             def step(loop_state, inputs):

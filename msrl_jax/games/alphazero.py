@@ -192,7 +192,7 @@ class AlphaZero:
                 params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, ready)
                 return Learner(params, (), opt_state), td_error, stats
 
-            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+            return learn_from(sample, ready, update, learner, key, progress, may_be_invalid=buffer.may_be_invalid)
 
         @fragment(role="learner")
         def refresh(acting_params, params, progress, version):

@@ -131,7 +131,7 @@ class MuZero:
         model = latent_model(make_torso(venv.observation_space, self), action_space, latent_size=self.latent_size)
         policy = jax.ShapeDtypeStruct((action_space.n,), jnp.float32)
         choice = SearchedAction(action_type(action_space), policy)  # type: ignore[arg-type]
-        buffer = unroll_buffer(observation, choice, self, may_be_absent=is_on_host(env))
+        buffer = unroll_buffer(observation, choice, self, may_be_invalid=is_on_host(env))
         search = model_searcher(self, model, self.num_simulations, self.gumbel_scale, discount)
         optimizer = make_optimizer(self, epsilon=1e-8)
 
@@ -222,7 +222,7 @@ class MuZero:
                 is_update_due = is_due(ready, advance(batch.update), self.target_period)
                 return Learner(params, update_target(learner.target_params, params, is_update_due), opt_state), td_error, stats
 
-            return learn_from(sample, ready, update, learner, key, progress, may_be_absent=buffer.may_be_absent)
+            return learn_from(sample, ready, update, learner, key, progress, may_be_invalid=buffer.may_be_invalid)
 
         @fragment(role="learner")
         def refresh(acting_params, params, progress, version):
@@ -282,7 +282,7 @@ class MuZero:
         )
 
 
-def unroll_buffer(obs: PyTree, action: Any, config: MuZero, *, may_be_absent: bool = False) -> ReplayBuffer:
+def unroll_buffer(obs: PyTree, action: Any, config: MuZero, *, may_be_invalid: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows that start at every step: `model_steps` model steps, and the `n_step` rewards after them."""
     return window_buffer(
         obs,
@@ -290,7 +290,7 @@ def unroll_buffer(obs: PyTree, action: Any, config: MuZero, *, may_be_absent: bo
         config,
         config.batch_size,
         config.replay.shards,
-        may_be_absent=may_be_absent,
+        may_be_invalid=may_be_invalid,
         length=config.model_steps + config.replay.n_step,
         length_is="model_steps + n_step are",
     )

@@ -100,7 +100,7 @@ class CoreWindows(Windows):
         """Makes the buffer, which also stores the carries; the networks must be made before."""
         carry = jax.eval_shape(lambda: self._zeros(()))
         return sequence_buffer(
-            observation_type(env), action_type(env.action_space), self.config, carry, may_be_absent=is_on_host(env)
+            observation_type(env), action_type(env.action_space), self.config, carry, may_be_invalid=is_on_host(env)
         )
 
     def initial_carry(self, num_envs: int) -> Any:

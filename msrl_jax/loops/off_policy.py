@@ -119,7 +119,7 @@ def learn_from(
     key: jax.Array,
     progress: Progress,
     *,
-    may_be_absent: bool = False,
+    may_be_invalid: bool = False,
 ) -> tuple[Learner, jax.Array, Pending, dict[str, Mean]]:
     """Learns from batches one after another.
 
@@ -130,7 +130,7 @@ def learn_from(
       learner: the state that updates change.
       key: the key for the randomness of updates.
       progress: the progress of the run.
-      may_be_absent: whether batches may contain windows with absent steps, whose weight is 0.
+      may_be_invalid: whether batches may contain windows with invalid steps, whose weight is 0.
 
     Returns:
       The learner, the next key, the TD errors for the buffer, and the statistics averaged over the updates.
@@ -141,7 +141,7 @@ def learn_from(
     def step(learner: Learner, inputs: tuple[Any, ...]) -> tuple[Learner, tuple[jax.Array, Mapping[str, jax.Array]]]:
         batch = Batch(*inputs, ready=ready)
         learner, td_error, stats = update(learner, batch)
-        if may_be_absent:  # windows with weight 0 do not contribute
+        if may_be_invalid:  # windows with weight 0 do not contribute
             td_error = jnp.where(batch.weight > 0, td_error, 0.0)
         return learner, (jnp.where(ready, td_error, jnp.nan), stats)
 

@@ -43,13 +43,13 @@ def window_buffer(
     shards: int | None,
     carry: Any = (),
     agents: tuple[int, ...] = (),
-    may_be_absent: bool = False,
+    may_be_invalid: bool = False,
     length_is: str = "n_step is",
     **windows: Any,
 ) -> ReplayBuffer:
     """Makes the buffer of windows of steps of a config; `length_is` names the fields that set the length in messages."""
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
-    example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_absent else None)
+    example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_invalid else None)
     options: dict[str, Any] = {
         "capacity": config.replay.capacity,
         "num_envs": config.num_envs,
@@ -84,7 +84,7 @@ def n_step_buffer(env: Environment, config: Any) -> ReplayBuffer:
 
     With HER, goals of the run's own transitions are relabelled; raises TypeError if the environment has no goals.
     """
-    windows: dict[str, Any] = {"length": config.replay.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
+    windows: dict[str, Any] = {"length": config.replay.n_step, "discount": config.discount, "may_be_invalid": is_on_host(env)}
     if hindsight := getattr(config, "hindsight", None):
         windows |= {"relabelling": Relabelling(goals_of(env), hindsight.share, hindsight.by)}
     obs, action = observation_type(env), action_type(env.action_space)

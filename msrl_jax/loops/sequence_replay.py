@@ -18,7 +18,7 @@ from msrl_jax.networks.unrolls import Carry, first_steps
 from msrl_jax.replay import ReplayBuffer, Sample, Transition
 
 
-def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> ReplayBuffer:
+def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_invalid: bool = False) -> ReplayBuffer:
     """Makes the buffer of windows of steps, each with the carry of the acting network; shapes are those of one environment."""
     length = config.burn_in + config.trace_length + config.replay.n_step - 1
     buffer = window_buffer(
@@ -28,7 +28,7 @@ def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_ab
         config.batch_size,
         config.replay.shards,
         carry,
-        may_be_absent=may_be_absent,
+        may_be_invalid=may_be_invalid,
         length=length,
         stride=max(config.trace_length // 2, 1),
         length_is="burn_in + trace_length + n_step - 1 are",

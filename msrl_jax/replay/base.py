@@ -147,7 +147,7 @@ class ReplayBuffer:
       data: host arrays that `sample` also reads and no function changes, such as a dataset; `()` for most buffers. They are
         an argument of `sample`, so that programs do not contain them as constants.
       data_axes: a prefix tree of `data` with logical axis names, like `axes`.
-      may_be_absent: whether steps may be invalid (not `valid`); windows with such steps have weight 0.
+      may_be_invalid: whether steps may be invalid (not `valid`); windows with such steps have weight 0.
     """
 
     init: Callable[[], ReplayState]
@@ -165,7 +165,7 @@ class ReplayBuffer:
     shards: int
     data: Any = ()
     data_axes: Any = dataclasses.field(default_factory=P)
-    may_be_absent: bool = False
+    may_be_invalid: bool = False
 
 
 def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:

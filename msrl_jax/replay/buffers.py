@@ -334,7 +334,7 @@ def _replay(
         env = indices.env + ring.envs * jnp.arange(ring.shards, dtype=jnp.int32)[:, None]
         probability = merge_shards(probability)
         weight = weigh(probability, fraction)
-        if ring.may_be_absent:
+        if ring.may_be_invalid:
             weight = jnp.where(merge_shards(jax.vmap(valid)(state.items, indices)), weight, 0.0)
         return Sample(experience, Indices(merge_shards(indices.step), merge_shards(env)), probability, weight)
 
@@ -364,7 +364,7 @@ def _replay(
         batch_size=ring.batch_size,
         nbytes=bytes_on_devices(init, ring.shards, f"a buffer of capacity={capacity} steps", capacity),
         shards=ring.shards,
-        may_be_absent=ring.may_be_absent,
+        may_be_invalid=ring.may_be_invalid,
     )
 
 

@@ -150,7 +150,7 @@ class Ring:
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
 
     @property
-    def may_be_absent(self) -> bool:
+    def may_be_invalid(self) -> bool:
         """Whether some stored steps may be invalid."""
         return bool(self.stacks) or getattr(self.example, "valid", None) is not None
 

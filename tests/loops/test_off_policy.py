@@ -137,7 +137,7 @@ def test_errors_of_windows_with_absent_steps_do_not_reach_the_priorities():
     def iterate(held, key):
         progress = Progress(counters.counter())
         key, sample, ready, _ = loop.draw(buffer, buffer.insert(held, items), key, (), progress, K)
-        _, _, pending, _ = loop.learn_from(sample, ready, update, (), key, progress, may_be_absent=buffer.may_be_absent)
+        _, _, pending, _ = loop.learn_from(sample, ready, update, (), key, progress, may_be_invalid=buffer.may_be_invalid)
         return buffer.update(buffer.insert(held, items), pending.indices, pending.td_error), pending
 
     held, pending = iterate(buffer.init(), jax.random.key(0))

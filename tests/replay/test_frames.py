@@ -73,7 +73,7 @@ def test_samples_are_those_of_observations_kept_whole(make, options):
         if i in (1, 7, 8, 9, 25, 39):
             got, wanted = (sample(s, jax.random.key(i)) for (_, _, sample), s in zip((once, whole), states, strict=True))
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    assert int(states[0].lost.sum()) == 0 and once[0].may_be_absent and not whole[0].may_be_absent
+    assert int(states[0].lost.sum()) == 0 and once[0].may_be_invalid and not whole[0].may_be_invalid
 
 
 def test_steps_whose_frames_are_gone_have_weight_0_and_are_counted():
