@@ -33,13 +33,11 @@ SIZES = {
     "latent_size": 4,
     "num_opponents": 2,
     "pool_size": 2,
-    "mixing_size": 4,
-    "hyper_size": 4,
 }
 WINDOWS = {"trace_length": 4, "replay.n_step": 1}
 PARTICULAR = {
     "r2d2": {"burn_in": 0, **WINDOWS},
-    "qmix": {"trace_length": 4},
+    "qmix": {"trace_length": 4, "mixing_size": 4, "hyper_size": 4},
     "vdn": {"trace_length": 4},
     "dqn": {"replay.priorities": "prioritized", "replay.n_step": 3, "returns": "iqn"},
     "apex_dqn": {"returns": "c51"},
