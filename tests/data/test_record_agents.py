@@ -33,7 +33,6 @@ CONFIGS = {
     "ippo": ON_POLICY,
     "mappo": ON_POLICY,
     "qmix": OFF_POLICY,
-    "vdn": OFF_POLICY,
     "teams": {"num_envs": 4, "unroll_length": 6, "teams": {"one": "random", "others": "ippo:agents=t*,num_minibatches=2"}},
 }
 
