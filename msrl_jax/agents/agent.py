@@ -30,7 +30,7 @@ class Agent:
       iteration: one training iteration, `(state, progress) -> (state, metrics)`; it calls fragments, and ignores placement.
         That of an actor-critic also takes `add_bonus` (`loops/trajectory.py`), for intrinsic rewards.
       act: `(state, obs [E, ...], key, carry) -> (action [E, ...], carry)`. Observations and actions have the spaces of
-        `env`; the action is the most probable one if `key` is None, and the best one whatever the key for action values.
+        `env`; the action is the most probable one if `key` is None. Agents of action values ignore `key`.
       axes: a prefix tree of the state; its leaves are PartitionSpecs with the logical axis names of the dimensions.
       steps_per_iteration: environment steps per iteration, over all environments.
       updates_per_iteration: largest number of gradient steps per iteration.

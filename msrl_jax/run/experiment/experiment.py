@@ -211,9 +211,9 @@ class Experiment:
     @functools.cached_property
     def agent(self) -> Agent:
         """The agent of the whole run; its state is a `Counted`."""
-        return self._in_blocks(None)
+        return self._agent_in_blocks(None)
 
-    def _in_blocks(self, block: int | None) -> Agent:
+    def _agent_in_blocks(self, block: int | None) -> Agent:
         steps, member_agent = self.recorded_steps, self.behavior.agent
         if steps is not None or self.guard == "skip":
             env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
@@ -284,9 +284,9 @@ class Experiment:
         compile_agent = lambda agent: compile_program(
             agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
         )
-        program = compile_agent(agent)
+        program = compile_agent(agent)  # the layout decides about blocks
         if block := block_size(agent, self.members, program.layout):
-            program = compile_agent(self._in_blocks(block))
+            program = compile_agent(self._agent_in_blocks(block))
         program.state.check_memory()
         return program
 
